@@ -1,0 +1,1 @@
+"""Models that come with jaxpar; each is an ordinary user of `jaxpar.parallelize`."""

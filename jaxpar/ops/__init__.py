@@ -1,0 +1,1 @@
+"""Building blocks that a model author calls inside a loss: tensor splits, attention, cross-entropy, dropout."""

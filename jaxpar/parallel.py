@@ -1,0 +1,368 @@
+"""`jaxpar.parallelize`: a loss, an initialiser, an optimizer, a mesh and rules become a sharded train step.
+
+This is the only door that the built-in trainer uses, and it needs no device: on a mesh of abstract chips it still
+lowers and compiles (`Parallel.lower`), though nothing can run there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar import precision as precisions
+from jaxpar import remat as remat_policies
+from jaxpar import zero as zero_stages
+from jaxpar.layout import Layout
+from jaxpar.mesh import Mesh
+from jaxpar.placement import SMALL, Mover, place
+from jaxpar.rules import Leaf, LayoutError, Rules
+from jaxpar.staged import BLOCKS, Staged
+from jaxpar.step import Program, TrainState
+
+_EXECUTE = "this mesh is of abstract devices: it can lower and compile, not run"
+
+
+def parallelize(
+    loss: Callable[..., Any] | Staged,
+    init_or_shapes: Callable[[Any], Any] | Any,
+    optimizer: optax.GradientTransformation | Callable[[Layout], optax.GradientTransformation],
+    *,
+    mesh: Mesh,
+    rules: Rules,
+    zero: int = 0,
+    microbatches: int = 1,
+    remat: str = "none",
+    precision: str | precisions.Precision = "float32",
+    reduce_dtype: str | None = None,
+    clip_norm: float | None = None,
+    schedule: Any = None,
+    small: int = SMALL,
+) -> Parallel:
+    """Make a sharded, accumulated, clipped train step.
+
+    Args:
+        loss: ``loss_fn(params, batch, rng) -> (summed_loss, weight, metrics)`` over the rows of one shard, or a
+            `Staged` model. Sums, not means; a metric is a (sum, weight) pair.
+        init_or_shapes: ``init(rng) -> params``, or a pytree of arrays or ShapeDtypeStructs (bring the values with
+            `Parallel.load`).
+        optimizer: any optax transformation, or a function of the `Layout` that makes one (for a decay mask by role).
+        zero: ZeRO stage 0-3 (arXiv:1910.02054).
+        microbatches: parts that each shard's rows are taken in.
+        remat: name of a policy (`jaxpar.remat`), around each block of a `Staged` model, else around the loss.
+        precision: name (`jaxpar.precision`).
+        reduce_dtype: "bfloat16" or "float32" on the wire; the compute dtype by default.
+        clip_norm: largest global norm of the mean gradient.
+        small: bytes of a whole leaf up to which ZeRO 2 and 3 move it once a step instead of at each use.
+        schedule: pipeline schedule; needs a `stage` axis, which this version does not run.
+
+    Raises:
+        LayoutError: rules that do not fit the parameters or the mesh.
+        ValueError: an option out of range.
+    """
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero {zero!r}; the stages are 0, 1, 2 and 3")
+    if microbatches < 1:
+        raise ValueError(f"microbatches {microbatches}; at least 1")
+    for axis in ("stage", "expert", "context"):
+        if mesh.size(axis) > 1:
+            raise ValueError(f"mesh axis {axis}={mesh.size(axis)} is not run by this version; use size 1")
+    if schedule is not None:
+        raise ValueError("a pipeline schedule needs a stage axis, which is not run by this version")
+    remat_policies.check(remat)
+    kind = precisions.named(precision, reduce_dtype)
+    if kind.update == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError("precision float64 needs jax.config.update('jax_enable_x64', True)")
+    init = init_or_shapes if callable(init_or_shapes) else None
+    shapes = jax.eval_shape(init, jax.random.key(0)) if init else jax.eval_shape(lambda: init_or_shapes)
+    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, _stored(s.dtype, kind.params)), shapes)
+    leaves = rules.leaves(shapes, mesh)
+    build = functools.partial(
+        Layout.build,
+        shapes,
+        rules,
+        mesh,
+        zero=zero,
+        param_dtype=kind.params,
+        grad_dtype=kind.gradient(microbatches),
+        master_dtype=kind.masters,
+    )
+    if not hasattr(optimizer, "update"):
+        optimizer = optimizer(build(optimizer=None))
+    layout = build(optimizer=optimizer)
+    flat, treedef = jax.tree.flatten(leaves, is_leaf=lambda x: isinstance(x, Leaf))
+    staged = isinstance(loss, Staged)
+    if staged and (not isinstance(shapes, Mapping) or BLOCKS not in shapes):
+        raise ValueError(f"a Staged model needs a dict of parameters with stacked leaves under {BLOCKS!r}")
+    placements = tuple(
+        place(
+            leaf.path,
+            leaf.spec,
+            zero_stages.shard(leaf, mesh.sizes).spec if zero else leaf.spec,
+            zero=zero,
+            staged=staged,
+            stacked=staged and leaf.path.split("/")[0] == BLOCKS,
+            nbytes=int(np.prod(leaf.stored)) * jnp.dtype(kind.compute).itemsize,
+            small=small,
+        )
+        for leaf in flat
+    )
+    manual = ("replica", "data")
+    if not staged or loss.model_axis == "manual":
+        manual += ("model",) if staged else ()
+    manual = tuple(a for a in manual if mesh.size(a) > 1)
+    program = Program(
+        loss=loss,
+        treedef=treedef,
+        placements=placements,
+        mover=Mover(mesh=mesh, manual=manual, precision=kind),
+        mesh=mesh,
+        optimizer=optimizer,
+        microbatches=microbatches,
+        remat=remat,
+        clip_norm=clip_norm,
+    )
+    return Parallel(program=program, layout=layout, leaves=leaves, init_fn=init)
+
+
+def _stored(dtype: Any, params: str) -> Any:
+    return jnp.dtype(params) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+class Parallel:
+    """A sharded train step; see `parallelize`.
+
+    Attributes:
+        layout: where every leaf is stored.
+        mesh: the mesh it runs on.
+        compiled: batch shapes -> the compiled step; one entry a run.
+    """
+
+    def __init__(self, *, program: Program, layout: Layout, leaves: Any, init_fn: Any):
+        self.program = program
+        self.layout = layout
+        self.mesh = program.mesh
+        self.compiled: dict[Any, Any] = {}
+        self._leaves = leaves
+        self._init = init_fn
+        self._signature: Any = None
+        self._run: Any = None
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """NamedSharding of every leaf of the state."""
+        split = functools.partial(jax.tree.map, lambda leaf: self.mesh.sharding(leaf.spec), is_leaf=_is_leaf)
+        whole = self.mesh.sharding()
+        return TrainState(
+            step=whole,
+            params=split(self.layout.params),
+            masters=None if self.layout.masters is None else split(self.layout.masters),
+            opt_state=split(self.layout.opt_state),
+            skipped=whole,
+            rng=whole,
+        )
+
+    @functools.cached_property
+    def abstract_state(self) -> TrainState:
+        """Shape, dtype and sharding of every leaf of the state."""
+
+        def leaf(x: Leaf) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.stored, jnp.dtype(x.dtype), sharding=self.mesh.sharding(x.spec))
+
+        def scalar(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.mesh.sharding())
+
+        each = functools.partial(jax.tree.map, leaf, is_leaf=_is_leaf)
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        return TrainState(
+            step=scalar((), jnp.int32),
+            params=each(self.layout.params),
+            masters=None if self.layout.masters is None else each(self.layout.masters),
+            opt_state=each(self.layout.opt_state),
+            skipped=scalar((), jnp.int32),
+            rng=scalar(key.shape, key.dtype),
+        )
+
+    def init(self, rng: Any = 0) -> TrainState:
+        """The first state, made in its shards: no device holds a whole leaf that is split.
+
+        Values do not depend on the mesh. `rng`: a key or a seed.
+        """
+        if self._init is None:
+            raise ValueError("parallelize was given shapes, not an initialiser: bring values with load(params)")
+        key = jax.random.key(rng) if isinstance(rng, int | np.integer) else rng
+        return jax.jit(self._first, out_shardings=self.shardings)(key)
+
+    def lower_init(self) -> jax.stages.Lowered:
+        """The initialisation, lowered and not run."""
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return jax.jit(self._first, out_shardings=self.shardings).lower(key)
+
+    def _first(self, key: Any) -> TrainState:
+        values, run = jax.random.split(key)
+        return self._state(self._init(values), jax.random.key_data(run))
+
+    def load(self, params: Any, rng: Any = 0) -> TrainState:
+        """A first state with these parameters, of true shapes."""
+        key = jax.random.key(rng) if isinstance(rng, int | np.integer) else rng
+        make = jax.jit(lambda p, k: self._state(p, jax.random.key_data(k)), out_shardings=self.shardings)
+        return make(params, key)
+
+    def _state(self, params: Any, rng: Any) -> TrainState:
+        kind = self.program.mover.precision
+        params = self._pad(params, self._leaves)
+
+        def cast(dtype: str) -> Any:
+            return jax.tree.map(lambda x: x.astype(_stored(x.dtype, dtype)), params)
+
+        masters = None if kind.masters is None else cast(kind.masters)
+        stored = cast(kind.params)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=stored,
+            masters=masters,
+            opt_state=self.program.optimizer.init(stored if masters is None else masters),
+            skipped=jnp.zeros((), jnp.int32),
+            rng=rng,
+        )
+
+    @staticmethod
+    def _pad(tree: Any, leaves: Any) -> Any:
+        def one(x: Any, leaf: Leaf) -> Any:
+            widths = [(0, stored - true) for stored, true in zip(leaf.stored, leaf.shape, strict=True)]
+            return jnp.pad(x, widths) if any(w for _, w in widths) else x
+
+        return jax.tree.map(one, tree, leaves)
+
+    def _trees(self) -> list[tuple[str, Any]]:
+        return [("params", self.layout.params), ("masters", self.layout.masters), ("opt_state", self.layout.opt_state)]
+
+    def unpad(self, state: TrainState) -> TrainState:
+        """The state with every leaf in its true shape, as checkpoints hold it."""
+
+        def one(x: Any, leaf: Leaf) -> Any:
+            return x if leaf.shape == leaf.stored else x[tuple(slice(0, n) for n in leaf.shape)]
+
+        new = {n: jax.tree.map(one, getattr(state, n), t) for n, t in self._trees() if t is not None}
+        return dataclasses.replace(state, **new)
+
+    def pad(self, state: TrainState) -> TrainState:
+        """A state of true shapes in stored shapes and shardings; the inverse of `unpad`."""
+
+        def whole(state: TrainState) -> TrainState:
+            new = {n: self._pad(getattr(state, n), t) for n, t in self._trees() if t is not None}
+            return dataclasses.replace(state, **new)
+
+        return jax.jit(whole, out_shardings=self.shardings)(state)
+
+    # ---- batches --------------------------------------------------------------------------------------------------
+
+    def abstract_batch(self, shapes: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of a global batch; `shapes`: arrays or ShapeDtypeStructs of all its rows."""
+        shapes = self._rows(shapes)
+        sharding = self._batch_sharding
+        return {
+            k: jax.ShapeDtypeStruct(np.shape(v) if not hasattr(v, "shape") else v.shape, v.dtype, sharding=sharding)
+            for k, v in shapes.items()
+        }
+
+    @functools.cached_property
+    def _batch_sharding(self) -> jax.sharding.NamedSharding:
+        return jax.sharding.NamedSharding(self.mesh.jax_mesh, self.mesh.batch_spec())
+
+    def _rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"a batch is a dict of arrays whose first dimension is rows, not {type(batch).__name__}")
+        counts = {k: (v.shape[0] if getattr(v, "shape", ()) else None) for k, v in batch.items()}
+        if len(set(counts.values())) != 1 or None in counts.values():
+            raise ValueError(f"every array of a batch has the same number of rows first; here {counts}")
+        rows = next(iter(counts.values()))
+        parts = self.mesh.size(*self.mesh.batch_axes) * self.program.microbatches
+        if rows % parts:
+            names = [f"{a}={self.mesh.size(a)}" for a in self.mesh.batch_axes if self.mesh.size(a) > 1]
+            names += [f"microbatches={self.program.microbatches}"] if self.program.microbatches > 1 else []
+            low = rows // parts * parts
+            near = f"{low} or {low + parts}" if low else f"{parts}"
+            raise ValueError(f"batch {rows} does not divide by {' x '.join(names)}; {near} would")
+        out = dict(batch)
+        if "row_id" not in out:
+            abstract = any(isinstance(v, jax.ShapeDtypeStruct) for v in batch.values())
+            ids = jax.ShapeDtypeStruct((rows,), jnp.int32) if abstract else np.arange(rows, dtype=np.int32)
+            out["row_id"] = ids
+        return out
+
+    def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """A global host batch on the devices, rows split over the batch axes; adds ``row_id`` if absent."""
+        return jax.device_put(self._rows(batch), self._batch_sharding)
+
+    # ---- programs -------------------------------------------------------------------------------------------------
+
+    def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """The train step for batches of these shapes, lowered and not run; works on abstract devices."""
+        return self._step.lower(self.abstract_state, self.abstract_batch(batch))
+
+    @functools.cached_property
+    def _step(self) -> Any:
+        return jax.jit(
+            self.program.step,
+            donate_argnums=0,
+            out_shardings=(self.shardings, self.mesh.sharding()),
+        )
+
+    def step(self, state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step; `state` is donated. Metrics: loss, weight, grad_norm, skipped and the loss's own.
+
+        Compiles at the first call, and again only for a batch of other shapes.
+        """
+        if "row_id" not in batch or not isinstance(next(iter(batch.values())), jax.Array):
+            batch = self.put(batch)
+        signature = tuple((k, v.shape, v.dtype) for k, v in batch.items())
+        if signature != self._signature:
+            key = tuple(sorted(signature, key=lambda s: s[0]))
+            if key not in self.compiled:
+                self.compiled[key] = self.lower(batch).compile()
+            self._signature, self._run = signature, self.compiled[key]
+        return self._run(state, batch)
+
+    def cache_size(self) -> int:
+        """Number of compilations of the step."""
+        return len(self.compiled)
+
+    @functools.cached_property
+    def _evaluate(self) -> Any:
+        return jax.jit(self.program.evaluate, out_shardings=self.mesh.sharding())
+
+    def evaluate(self, state: TrainState, batch: Mapping[str, Any]) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """name -> (sum, weight) over all rows; ``"loss"`` among them. Add them up over batches, then divide."""
+        return self._evaluate(state.params, self.put(batch), state.rng)
+
+    @functools.cached_property
+    def _gradients(self) -> Any:
+        def run(state: TrainState, batch: Any) -> Any:
+            key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+            grads, sums, norm = self.program.gradients(state.params, batch, jax.random.key_data(key))
+            loss, weight = sums["loss"]
+            return loss / jnp.maximum(weight, 1), norm, grads
+
+        return jax.jit(run)
+
+    def gradients(self, state: TrainState, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array, Any]:
+        """(mean loss, global gradient norm, gradient of the mean loss in true shapes), without an update."""
+        loss, norm, grads = self._gradients(state, self.put(batch))
+
+        def one(x: Any, leaf: Leaf) -> Any:
+            return x[tuple(slice(0, n) for n in leaf.shape)]
+
+        return loss, norm, jax.tree.map(one, grads, self._leaves)
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, Leaf)

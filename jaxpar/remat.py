@@ -1,0 +1,75 @@
+"""Named rematerialisation policies: what a block keeps between its forward and its backward pass.
+
+| name           | kept a layer                                   | computed again            |
+|----------------|------------------------------------------------|---------------------------|
+| `none`         | everything the backward pass reads             | nothing                   |
+| `dots`         | results of products with weights               | elementwise, attention    |
+| `block_inputs` | input of attention and of the mlp: 2·B·S·E     | each half from its input  |
+| `full`         | input of the block: B·S·E                      | the block (one forward)   |
+| `save:a,b`     | the named activations                          | the rest                  |
+| `offload:a,b`  | the named activations, in host memory          | the rest                  |
+
+Names in the built-in decoder: block_input, query, key, value, attention, mlp_input, gate, up. Checkpointing: Chen et al.
+2016, arXiv:1604.06174. The policy wraps the *body* of the scan over layers, else the scan keeps every residual.
+Parameters that ZeRO 3 gathered are never kept, under any policy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+GATHERED = "gathered_parameter"
+"""Name of parameters gathered for one use; no policy keeps them."""
+
+NAMES = ("none", "dots", "block_inputs", "full")
+_policies = jax.checkpoint_policies
+
+
+def check(name: str) -> None:
+    """Raise ValueError, with the nearest name, unless `name` is a policy."""
+    kind, colon, names = name.partition(":")
+    if colon and kind in ("save", "offload") and all(n.strip() for n in names.split(",")):
+        return
+    if not colon and name in NAMES:
+        return
+    known = (*NAMES, "save:NAME,NAME", "offload:NAME,NAME")
+    near = difflib.get_close_matches(name, NAMES, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(f"remat {name!r} is not one of {', '.join(known)}{hint}")
+
+
+def wrap(function: Callable[..., Any], name: str, *, gathers: bool) -> Callable[..., Any]:
+    """`function` under the policy `name`.
+
+    Args:
+        function: body of a scan over layers.
+        gathers: whether it gathers parameters, which must then not be kept even under `none`.
+    """
+    check(name)
+    kind, _, names = name.partition(":")
+    listed = [n.strip() for n in names.split(",")] if names else []
+    if kind == "none":
+        if not gathers:
+            return function
+        policy = _policies.save_anything_except_these_names(GATHERED)
+    elif kind == "dots":
+        policy = _policies.dots_with_no_batch_dims_saveable
+    elif kind == "full":
+        policy = _policies.nothing_saveable
+    elif kind == "block_inputs":
+        policy = _policies.save_only_these_names("mlp_input")
+    elif kind == "save":
+        policy = _policies.save_only_these_names(*listed)
+    else:
+        policy = _policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=listed,
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    # Inside a scan the loop itself keeps the compiler from merging the two computations.
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)
