@@ -3,26 +3,27 @@
 ```
 checkpoints/
   200/          one folder a step, complete or absent: Orbax writes beside it and renames
-    state/      a flat dict: path of a leaf ("params/embed/tokens") -> array of its true shape
-    meta/       JSON: whatever the caller wants to know again
+    state/      flat: path of a leaf ("params/embed/tokens") -> array of its true shape
+    meta/       JSON: what the caller wants to know again
 ```
 
-Restoring is strict: the same paths, shapes and dtypes, or an error that lists the first differences.
-Orbax alone would cast a dtype silently and takes an empty folder for a checkpoint.
+Restoring is strict: the same paths, shapes and dtypes, or an error that lists the differences.
+Orbax alone would cast a dtype silently and take an empty folder for a checkpoint.
 """
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.parallel import Parallel
+if TYPE_CHECKING:
+    from jaxpar.parallel import Parallel
 
 _SHOWN = 5
 """Differences that an error lists."""
@@ -84,8 +85,8 @@ def restore(
         raise CheckpointError(f"no complete checkpoint of step {step} under {directory}: {found}")
     path = pathlib.Path(directory).absolute() / str(found[-1] if step is None else step)
     wanted = _flat(abstract)
-    with ocp.StandardCheckpointer() as reader:
-        stored = {"/".join(k): v for k, v in _leaves(reader.metadata(path / "state"))}
+    with _checkpointer() as checkpointer:
+        stored = checkpointer.metadata(path).item_metadata.state.tree
     differences = _differences(stored, wanted)
     if differences:
         more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
@@ -94,9 +95,7 @@ def restore(
     with _checkpointer() as checkpointer:
         read = checkpointer.restore(
             path,
-            ocp.args.Composite(
-                state=ocp.args.StandardRestore(wanted), meta=ocp.args.JsonRestore()
-            ),
+            ocp.args.Composite(state=ocp.args.StandardRestore(wanted), meta=ocp.args.JsonRestore()),
         )
     state = jax.tree.unflatten(jax.tree.structure(abstract), [read.state[k] for k in wanted])
     return state, read.meta
@@ -105,7 +104,7 @@ def restore(
 def steps(directory: str | pathlib.Path) -> list[int]:
     """Steps of the complete checkpoints in a folder, in order.
 
-    What Orbax was still writing has another name; a folder that it did not finish lacks its metadata.
+    What Orbax was still writing has another name; an empty folder lacks its metadata.
     """
     folder = pathlib.Path(directory)
     if not folder.is_dir():
@@ -123,8 +122,9 @@ def true_state(par: Parallel) -> Any:
     shapes = jax.eval_shape(par.unpad, par.abstract_state)
 
     def one(true: Any, stored: Any) -> jax.ShapeDtypeStruct:
-        spec = list(stored.sharding.spec) + [None] * (len(true.shape) - len(stored.sharding.spec))
-        whole = [a if m == n else None for a, m, n in zip(spec, true.shape, stored.shape, strict=True)]
+        spec = [*stored.sharding.spec, *[None] * len(true.shape)]
+        sizes = zip(spec, true.shape, stored.shape, strict=False)
+        whole = [axes if size == padded else None for axes, size, padded in sizes]
         sharding = NamedSharding(stored.sharding.mesh, PartitionSpec(*whole))
         return jax.ShapeDtypeStruct(true.shape, true.dtype, sharding=sharding)
 
@@ -132,7 +132,11 @@ def true_state(par: Parallel) -> Any:
 
 
 def _checkpointer() -> ocp.Checkpointer:
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    return ocp.Checkpointer(
+        ocp.CompositeCheckpointHandler(
+            state=ocp.StandardCheckpointHandler(), meta=ocp.JsonCheckpointHandler()
+        )
+    )
 
 
 def _flat(tree: Any) -> dict[str, Any]:

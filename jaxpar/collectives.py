@@ -61,7 +61,8 @@ def global_sum(x: Any) -> Any:
 
 def varies(x: Any) -> frozenset[str]:
     """Physical manual axes along which the type of `x` (an array or its shape) says that it differs."""
-    return (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)).manual_axis_type.varying
+    kind = (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)).manual_axis_type
+    return frozenset() if kind is None else kind.varying
 
 
 def varying(x: Any, axes: Sequence[str]) -> Any:

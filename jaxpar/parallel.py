@@ -83,6 +83,10 @@ def parallelize(
     shapes = jax.eval_shape(init, jax.random.key(0)) if init else jax.eval_shape(lambda: init_or_shapes)
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, _stored(s.dtype, kind.params)), shapes)
     leaves = rules.leaves(shapes, mesh)
+    staged = isinstance(loss, Staged)
+    # Where the compiler splits over `model`, a dimension that it splits cannot be scattered by hand as well: the two
+    # would interleave in the other order.
+    combine = mesh.size("model") == 1 or (staged and loss.model_axis == "manual")
     build = functools.partial(
         Layout.build,
         shapes,
@@ -92,19 +96,19 @@ def parallelize(
         param_dtype=kind.params,
         grad_dtype=kind.gradient(microbatches),
         master_dtype=kind.masters,
+        combine=combine,
     )
     if not hasattr(optimizer, "update"):
         optimizer = optimizer(build(optimizer=None))
     layout = build(optimizer=optimizer)
     flat, treedef = jax.tree.flatten(leaves, is_leaf=lambda x: isinstance(x, Leaf))
-    staged = isinstance(loss, Staged)
     if staged and (not isinstance(shapes, Mapping) or BLOCKS not in shapes):
         raise ValueError(f"a Staged model needs a dict of parameters with stacked leaves under {BLOCKS!r}")
     placements = tuple(
         place(
             leaf.path,
             leaf.spec,
-            zero_stages.shard(leaf, mesh.sizes).spec if zero else leaf.spec,
+            zero_stages.shard(leaf, mesh.sizes, combine=combine).spec if zero else leaf.spec,
             zero=zero,
             staged=staged,
             stacked=staged and leaf.path.split("/")[0] == BLOCKS,
@@ -114,8 +118,8 @@ def parallelize(
         for leaf in flat
     )
     manual = ("replica", "data")
-    if not staged or loss.model_axis == "manual":
-        manual += ("model",) if staged else ()
+    if staged and loss.model_axis == "manual":
+        manual += ("model",)
     manual = tuple(a for a in manual if mesh.size(a) > 1)
     program = Program(
         loss=loss,

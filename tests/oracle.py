@@ -189,15 +189,12 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     Query head h reads key and value head h // (H / K).
     """
     length, heads, size = query.shape[1:]
-    outputs = []
-    for head in range(heads):
-        group = head // (heads // key.shape[2])
-        scores = jnp.einsum("bsd,btd->bst", query[:, :, head], key[:, :, group]) / math.sqrt(size)
-        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
-        scores = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-        weights = scores / jnp.sum(scores, axis=-1, keepdims=True)
-        outputs.append(jnp.einsum("bst,btd->bsd", weights, value[:, :, group]))
-    return jnp.stack(outputs, axis=2)
+    key, value = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value))
+    scores = jnp.einsum("bshd,bthd->bhst", query, key) / math.sqrt(size)
+    scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
+    scores = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    weights = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    return jnp.einsum("bhst,bthd->bshd", weights, value)
 
 
 def logits(params: Tree, tokens: Any, cfg: Any) -> jax.Array:

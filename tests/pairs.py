@@ -31,6 +31,8 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "loss_chunks": ("1", "4"),
     "z_loss": ("0.0", "0.001"),
     "sequence_parallel": ("True", "False"),
+    # Bytes up to which a leaf moves once a step: 0 moves every leaf at its use, as in large models.
+    "small": ("0", "1000000"),
 }
 
 Row = dict[str, str]

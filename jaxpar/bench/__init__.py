@@ -1,0 +1,1 @@
+"""Measurements of the built-in trainer; `python -m jaxpar.bench`."""

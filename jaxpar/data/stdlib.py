@@ -1,0 +1,42 @@
+"""The text of Python's own standard library: real input that is on every machine, with no download.
+
+Which files there are depends on the version of Python; for one version, the split is the same
+everywhere.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sysconfig
+
+from jaxpar.data.files import Corpus, DataError, read_text, split
+
+# Installed packages are not the standard library; its tests are over half of its bytes, and some
+# of them are not text on purpose.
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+def read_stdlib(root: str | pathlib.Path | None = None) -> Corpus:
+    """The corpus of every ``.py`` of the standard library outside its tests.
+
+    About one file in 30 is held out.
+
+    Args:
+        root: folder to read instead of this Python's.
+
+    Raises:
+        DataError: this Python came without the source of its library.
+    """
+    folder = pathlib.Path(root or sysconfig.get_path("stdlib"))
+    texts: dict[str, bytes] = {}
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder)
+        if _LEFT_OUT & set(name.parts) or not path.stat().st_size:
+            continue
+        texts[name.as_posix()] = read_text(str(path))
+    if not texts:
+        raise DataError(
+            f"no .py file under {folder}, where this Python keeps its library; "
+            "give text files instead"
+        )
+    return split(texts, one_in=30)

@@ -1,0 +1,237 @@
+"""A Layout: one row a leaf, for parameters, gradients, master copies and optimizer state.
+
+Built from shapes, rules and axis sizes alone, so that it says what fits before any device is touched. It prints, sums
+bytes per device, differs from another, goes to JSON and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import optax
+from rich.table import Table
+
+from jaxpar import zero as stages
+from jaxpar.axes import AXES
+from jaxpar.optimizer_state import place_state
+from jaxpar.rules import Kind, Leaf, LayoutError, Rules, sizes_of
+
+KINDS: tuple[Kind, ...] = ("parameter", "gradient", "master", "moment", "other")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where every leaf is stored.
+
+    Attributes:
+        sizes: mesh axis -> size, for every name of `AXES`.
+        zero: ZeRO stage.
+        params, grads, masters, opt_state: pytrees of `Leaf`; `masters` and `opt_state` may be None. Gradients are the
+            buffer that microbatches are added in.
+    """
+
+    sizes: dict[str, int]
+    zero: int
+    params: Any
+    grads: Any
+    masters: Any = None
+    opt_state: Any = None
+
+    @classmethod
+    def build(
+        cls,
+        shapes: Any,
+        rules: Rules,
+        mesh: Any,
+        *,
+        zero: int = 0,
+        optimizer: optax.GradientTransformation | None = None,
+        param_dtype: str = "float32",
+        grad_dtype: str = "float32",
+        master_dtype: str | None = None,
+        combine: bool = True,
+    ) -> Layout:
+        """Lay out a model.
+
+        Args:
+            shapes: pytree of arrays or ShapeDtypeStructs of the parameters, true shapes.
+            mesh: a `Mesh`, or a mapping of axis names to sizes: no device is needed.
+            combine: whether ZeRO may split a dimension that the rules split too (`jaxpar.zero.shard`).
+
+        Raises:
+            LayoutError: rules, shapes and mesh do not fit together.
+        """
+        if zero not in (0, 1, 2, 3):
+            raise LayoutError(f"zero {zero!r}; the stages are 0, 1, 2 and 3")
+        sizes = sizes_of(mesh)
+        base = rules.leaves(shapes, sizes)
+
+        def stored(leaf: Leaf) -> Leaf:
+            return stages.shard(leaf, sizes, combine=combine) if zero >= stages.split_from(leaf.kind) else leaf
+
+        def kept(kind: Kind, dtype: str) -> Any:
+            def one(leaf: Leaf) -> Leaf:
+                wanted = dtype if _is_float(leaf.dtype) else leaf.dtype
+                return stored(dataclasses.replace(leaf, kind=kind, dtype=wanted))
+
+            return jax.tree.map(one, base, is_leaf=_is_row)
+
+        state = None
+        if optimizer is not None:
+            state = place_state(optimizer, base, master_dtype or param_dtype, stored)
+        return cls(
+            sizes=sizes,
+            zero=zero,
+            params=kept("parameter", param_dtype),
+            grads=kept("gradient", grad_dtype),
+            masters=None if master_dtype is None else kept("master", master_dtype),
+            opt_state=state,
+        )
+
+    @functools.cached_property
+    def rows(self) -> tuple[Leaf, ...]:
+        """Every leaf: parameters first, then gradients, masters and optimizer state."""
+        trees = (self.params, self.grads, self.masters, self.opt_state)
+        return tuple(leaf for tree in trees for leaf in jax.tree.leaves(tree, is_leaf=_is_row))
+
+    def bytes_per_device(self, kind: Kind | None = None) -> int:
+        """Bytes that one device holds, of one kind or of all."""
+        return sum(r.bytes_per_device(self.sizes) for r in self.rows if kind in (None, r.kind))
+
+    def parameters(self) -> int:
+        """Number of parameters of the model, without padding."""
+        return sum(_count(r.shape) for r in self.rows if r.kind == "parameter")
+
+    def decay_mask(self) -> Any:
+        """Pytree of bool like the parameters: decay matrices and embeddings, not norms and biases, by role."""
+        return jax.tree.map(lambda leaf: leaf.role in ("matrix", "embedding"), self.params, is_leaf=_is_row)
+
+    def unsharded(self, least: int = 1 << 20) -> tuple[Leaf, ...]:
+        """Parameters of at least `least` bytes that every device holds whole though the mesh has other axes."""
+        if all(size == 1 for size in self.sizes.values()):
+            return ()
+        return tuple(
+            r
+            for r in self.rows
+            if r.kind == "parameter" and not any(r.spec) and r.bytes_per_device(self.sizes) >= least
+        )
+
+    # ---- showing --------------------------------------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        """Mesh, stage and number of parameters in one line."""
+        mesh = " x ".join(f"{a}={self.sizes[a]}" for a in AXES if self.sizes[a] > 1) or "one device"
+        return f"{self.parameters():,} parameters on {mesh}, ZeRO {self.zero}"
+
+    def _shown(self, kinds: Iterable[Kind], by_bytes: bool) -> list[Leaf]:
+        rows = [r for r in self.rows if r.kind in kinds]
+        return sorted(rows, key=lambda r: -r.bytes_per_device(self.sizes)) if by_bytes else rows
+
+    def table(self, kinds: Iterable[Kind] = ("parameter",), *, by_bytes: bool = False) -> Table:
+        """The rows of `kinds`, and under them the bytes per device of every kind."""
+        table = Table(title=self.title, title_justify="left", caption=self.summary(), caption_justify="left")
+        for name, justify in (("path", "left"), ("shape", "left"), ("split", "left"), ("bytes/device", "right"), ("why", "left")):
+            table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
+        for r in self._shown(tuple(kinds), by_bytes):
+            table.add_row(*_cells(r, self.sizes))
+        return table
+
+    def summary(self) -> str:
+        """Bytes per device by kind, in one line."""
+        parts = [(k, self.bytes_per_device(k)) for k in KINDS]
+        each = ", ".join(f"{k}s {_human(n)}" for k, n in parts if n)
+        return f"per device: {each}; total {_human(self.bytes_per_device())}"
+
+    def __str__(self) -> str:
+        rows = [("path", "shape", "split", "bytes/device", "why")]
+        rows += [_cells(r, self.sizes) for r in self._shown(("parameter",), False)]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = [" ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[4]]).rstrip() for r in rows]
+        return "\n".join([self.title, *lines, self.summary()])
+
+    def diff(self, other: Layout) -> str:
+        """What changes from this layout to `other`: rows whose split or bytes differ, then the sums."""
+        mine = {(r.kind, r.path): r for r in self.rows}
+        theirs = {(r.kind, r.path): r for r in other.rows}
+        lines = [f"- {self.title}", f"+ {other.title}"]
+        for key in [*mine, *(k for k in theirs if k not in mine)]:
+            a, b = mine.get(key), theirs.get(key)
+            if a is None or b is None:
+                lines.append(f"{'+' if a is None else '-'} {key[0]} {key[1]}")
+            elif (a.spec, a.stored, a.dtype) != (b.spec, b.stored, b.dtype):
+                before, after = a.bytes_per_device(self.sizes), b.bytes_per_device(other.sizes)
+                lines.append(
+                    f"  {key[0]} {key[1]}: {_split(a)} -> {_split(b)}, {_human(before)} -> {_human(after)} a device"
+                )
+        lines += [f"- {self.summary()}", f"+ {other.summary()}"]
+        return "\n".join(lines)
+
+    # ---- JSON -----------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Axis sizes, stage and rows."""
+        rows = [dataclasses.asdict(r) for r in self.rows]
+        total = self.bytes_per_device()
+        data = {"sizes": self.sizes, "zero": self.zero, "bytes_per_device": total, "rows": rows}
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """The layout in `text`; its pytrees are dicts of path -> `Leaf`.
+
+        Raises:
+            LayoutError: the text is not a layout.
+        """
+        try:
+            data = json.loads(text)
+            rows = [
+                Leaf(**{**r, **{k: tuple(r[k]) for k in ("shape", "stored", "dims")}, "spec": tuple(map(tuple, r["spec"]))})
+                for r in data["rows"]
+            ]
+            trees = {k: {r.path: r for r in rows if r.kind == k} for k in KINDS}
+            return cls(
+                sizes=sizes_of(data["sizes"]),
+                zero=data["zero"],
+                params=trees["parameter"],
+                grads=trees["gradient"],
+                masters=trees["master"] or None,
+                opt_state={**trees["moment"], **trees["other"]} or None,
+            )
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise LayoutError(f"not a layout in JSON: {error!r}") from error
+
+
+def _is_row(x: Any) -> bool:
+    return isinstance(x, Leaf)
+
+
+def _is_float(dtype: str) -> bool:
+    return jax.numpy.issubdtype(jax.numpy.dtype(dtype), jax.numpy.floating)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return functools.reduce(lambda a, b: a * b, shape, 1)
+
+
+def _split(leaf: Leaf) -> str:
+    parts = [f"{d or i}:{'+'.join(names)}" for i, (d, names) in enumerate(zip(leaf.dims, leaf.spec, strict=True)) if names]
+    return " ".join(parts) or "whole"
+
+
+def _cells(r: Leaf, sizes: dict[str, int]) -> tuple[str, str, str, str, str]:
+    shape = "x".join(map(str, r.stored)) or "scalar"
+    return r.path, f"{shape} {r.dtype}", _split(r), f"{r.bytes_per_device(sizes):,}", r.reason
+
+
+def _human(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if n < 1000 or unit == "TB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
+        n /= 1000
+    raise AssertionError

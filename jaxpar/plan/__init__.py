@@ -1,0 +1,1 @@
+"""What a program will cost, and what the compiler really made of it. So far: reading compiled programs (`hlo`)."""

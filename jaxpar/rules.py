@@ -1,0 +1,261 @@
+"""Partition rules: a path pattern names the dimensions of a parameter, and dimension names lie on mesh axes.
+
+```
+"blocks/attention/query"  ──pattern──►  ("layers", "embed", "heads", "head_dim")  ──axes──►  heads over `model`
+```
+
+Strict: whatever does not fit is an error that names the path, the cause and the nearest remedy. Two ways out are asked
+for by name and shown in the Layout: `pad` (store more rows than the model has) and `replicate` (keep a dimension whole where
+it does not divide). Works on any pytree, and knows nothing of devices: only axis sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+
+from jaxpar.axes import AXES
+
+Kind = Literal["parameter", "gradient", "master", "moment", "other"]
+ROLES = ("matrix", "embedding", "norm", "bias")
+LAYERS = "layers"
+"""Name of the dimension along which a scan stacks layers; ZeRO never splits it."""
+
+
+class LayoutError(ValueError):
+    """Rules, parameters and mesh do not fit together; the message lists up to ten reasons."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array and how it is split; the row of a Layout.
+
+    Attributes:
+        path: names joined by "/".
+        kind: what it is kept for.
+        shape: true shape.
+        stored: shape after padding; equal to `shape` without.
+        dtype: element type.
+        dims: name of every dimension.
+        spec: for every dimension the logical mesh axes that split it, slowest first.
+        rule: pattern that matched.
+        role: "matrix", "embedding", "norm" or "bias"; decides weight decay.
+        reason: why it is as it is.
+    """
+
+    path: str
+    kind: Kind = "parameter"
+    shape: tuple[int, ...]
+    stored: tuple[int, ...]
+    dtype: str
+    dims: tuple[str, ...]
+    spec: tuple[tuple[str, ...], ...]
+    rule: str = ""
+    role: str = "matrix"
+    reason: str = "rule"
+
+    def local(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of one device's part."""
+        return tuple(
+            n // math.prod(sizes[a] for a in names) for n, names in zip(self.stored, self.spec, strict=True)
+        )
+
+    def bytes_per_device(self, sizes: Mapping[str, int]) -> int:
+        """Exact bytes that one device holds."""
+        return math.prod(self.local(sizes)) * jax.numpy.dtype(self.dtype).itemsize
+
+    def copies(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """Axes larger than 1 along which every device holds the same part."""
+        split = {a for names in self.spec for a in names}
+        return tuple(a for a in AXES if sizes[a] > 1 and a not in split)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """``pattern`` (a regular expression that must match the whole path), the name of every dimension, the role."""
+
+    pattern: str
+    dims: tuple[str, ...]
+    role: str = "matrix"
+
+
+class Rules:
+    """Path patterns to dimension names to mesh axes. The first pattern that matches a whole path wins.
+
+    Args:
+        entries: (pattern, dims) or (pattern, dims, role); paths are joined by "/".
+        axes: dimension name -> mesh axis, tuple of axes (slowest first) or None. Every dimension is named here.
+        pad: dimensions stored with zeros at the end where they do not divide.
+        replicate: dimensions kept whole where they do not divide.
+
+    Raises:
+        LayoutError: a rule set that cannot be right for any parameters.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[tuple[Any, ...] | Rule],
+        *,
+        axes: Mapping[str, str | Sequence[str] | None],
+        pad: Sequence[str] = (),
+        replicate: Sequence[str] = (),
+    ):
+        self.entries = tuple(e if isinstance(e, Rule) else Rule(e[0], tuple(e[1]), *e[2:]) for e in entries)
+        self.axes = {
+            name: () if on is None else (on,) if isinstance(on, str) else tuple(on) for name, on in axes.items()
+        }
+        self.pad, self.replicate = tuple(pad), tuple(replicate)
+        self._check()
+
+    def _check(self) -> None:
+        errors: list[str] = []
+        seen: dict[str, Rule] = {}
+        for rule in self.entries:
+            if rule.pattern in seen:
+                errors.append(
+                    f"two rules have the pattern {rule.pattern!r}: {seen[rule.pattern].dims} and {rule.dims}; keep one"
+                )
+            seen[rule.pattern] = rule
+            try:
+                re.compile(rule.pattern)
+            except re.error as error:
+                errors.append(f"rule {rule.pattern!r} is not a regular expression: {error}")
+            if rule.role not in ROLES:
+                errors.append(f"rule {rule.pattern!r}: role {rule.role!r} is not one of {', '.join(ROLES)}")
+            for dim in rule.dims:
+                if dim not in self.axes:
+                    errors.append(
+                        f"rule {rule.pattern!r}: dimension {dim!r} is not in axes{_nearest(dim, self.axes)}; "
+                        f"name its mesh axis there, or None"
+                    )
+            owner: dict[str, str] = {}
+            for dim in rule.dims:
+                for axis in self.axes.get(dim, ()):
+                    if axis in owner:
+                        errors.append(
+                            f"rule {rule.pattern!r}: mesh axis {axis!r} splits {owner[axis]!r} and {dim!r} of the same "
+                            f"array; map one of {{{owner[axis]!r}: {axis!r}, {dim!r}: {axis!r}}} to None"
+                        )
+                    owner[axis] = dim
+        for name, on in self.axes.items():
+            for axis in on:
+                if axis not in AXES:
+                    errors.append(f"axes: {name!r} lies on unknown mesh axis {axis!r}{_nearest(axis, AXES)}")
+        for option, names in (("pad", self.pad), ("replicate", self.replicate)):
+            for name in names:
+                if name not in self.axes:
+                    errors.append(f"{option}: unknown dimension {name!r}{_nearest(name, self.axes)}")
+        both = set(self.pad) & set(self.replicate)
+        if both:
+            errors.append(f"dimensions {sorted(both)} are in pad and in replicate; choose one")
+        _raise(errors)
+
+    def leaves(self, shapes: Any, mesh: Any) -> Any:
+        """A pytree of `Leaf` like `shapes` (arrays or ShapeDtypeStructs); `mesh`: a Mesh or axis sizes.
+
+        Raises:
+            LayoutError: unmatched leaves, unused rules, wrong ranks, dimensions that do not divide.
+        """
+        sizes = sizes_of(mesh)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+        errors: list[str] = []
+        used: set[str] = set()
+        out = []
+        paths = [path_of(keys) for keys, _ in flat]
+        for path, (_, x) in zip(paths, flat, strict=True):
+            rule = next((r for r in self.entries if re.fullmatch(r.pattern, path)), None)
+            if rule is None:
+                near = _nearest(path, [r.pattern for r in self.entries])
+                errors.append(f"{path} {tuple(x.shape)} matches no rule{near}; add one")
+                continue
+            used.add(rule.pattern)
+            if len(rule.dims) != len(x.shape):
+                errors.append(
+                    f"{path} {tuple(x.shape)} has {len(x.shape)} dimensions and rule {rule.pattern!r} names "
+                    f"{len(rule.dims)}: {rule.dims}"
+                )
+                continue
+            leaf, wrong = self._leaf(path, x, rule, sizes)
+            errors += wrong
+            out.append(leaf)
+        for rule in self.entries:
+            if rule.pattern not in used:
+                errors.append(f"rule {rule.pattern!r} matches nothing that an earlier rule left{_nearest(rule.pattern, paths)}")
+        _raise(errors)
+        return jax.tree.unflatten(treedef, out)
+
+    def _leaf(self, path: str, x: Any, rule: Rule, sizes: Mapping[str, int]) -> tuple[Leaf, list[str]]:
+        stored, spec, reasons, errors = list(x.shape), [], [], []
+        for i, (dim, n) in enumerate(zip(rule.dims, x.shape, strict=True)):
+            axes = tuple(a for a in self.axes[dim] if sizes[a] > 1)
+            count = math.prod(sizes[a] for a in axes)
+            on = " x ".join(f"{a}={sizes[a]}" for a in axes)
+            if n % count:
+                low, high = n // count * count, -(-n // count) * count
+                if dim in self.pad:
+                    stored[i] = high
+                    reasons.append(f"{dim} padded {n} -> {high} for {on}")
+                elif dim in self.replicate:
+                    axes = ()
+                    reasons.append(f"{dim} {n} replicated over {on} (asked)")
+                else:
+                    sizes_that_fit = f"{low} or {high}" if low else f"{high}"
+                    errors.append(
+                        f"{path} {tuple(x.shape)}: dimension {i} {dim!r} = {n} does not divide by {on}; {sizes_that_fit} "
+                        f"would, or pad=({dim!r},), or replicate=({dim!r},)"
+                    )
+            spec.append(axes)
+        leaf = Leaf(
+            path=path,
+            shape=tuple(x.shape),
+            stored=tuple(stored),
+            dtype=str(x.dtype),
+            dims=rule.dims,
+            spec=tuple(spec),
+            rule=rule.pattern,
+            role=rule.role,
+            reason="; ".join(reasons) or "rule",
+        )
+        return leaf, errors
+
+
+def path_of(keys: Sequence[Any]) -> str:
+    """A pytree key path as names joined by "/": dict keys, attributes and indices alike."""
+    names = []
+    for key in keys:
+        for field in ("key", "name", "idx"):
+            if hasattr(key, field):
+                names.append(str(getattr(key, field)))
+                break
+        else:
+            names.append(str(key))
+    # Flax NNX wraps every array in a variable whose only child is its value.
+    if names and names[-1] in ("value", "raw_value") and len(names) > 1:
+        names.pop()
+    return "/".join(names)
+
+
+def sizes_of(mesh: Any) -> dict[str, int]:
+    """Axis sizes of a `Mesh` or of a mapping; names that are missing have size 1."""
+    given = mesh if isinstance(mesh, Mapping) else mesh.sizes
+    unknown = [a for a in given if a not in AXES]
+    if unknown:
+        raise LayoutError(f"unknown mesh axis {unknown[0]!r}{_nearest(unknown[0], AXES)}")
+    return {a: int(given.get(a, 1)) for a in AXES}
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), 1, 0.4)
+    return f" (nearest: {close[0]!r})" if close else ""
+
+
+def _raise(errors: list[str]) -> None:
+    if errors:
+        more = f"\n  ... and {len(errors) - 10} more" if len(errors) > 10 else ""
+        raise LayoutError("\n  ".join(errors[:10]) + more)

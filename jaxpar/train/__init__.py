@@ -1,0 +1,1 @@
+"""The built-in trainer: a config becomes a run; `python -m jaxpar.train`."""
