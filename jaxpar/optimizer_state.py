@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxpar.rules import Leaf, LayoutError, path_of
+from jaxpar.rules import Leaf, LayoutError, paths_of
 
 LARGE = 1 << 16
 """Elements from which a state leaf that follows no parameter is an error."""
@@ -44,13 +44,11 @@ def place_state(
             count the padding.
     """
     is_leaf = lambda x: isinstance(x, Leaf)  # noqa: E731
-    flat = jax.tree.leaves(params, is_leaf=is_leaf)
-    by_path = {leaf.path: leaf for leaf in flat}
+    by_path = {leaf.path: leaf for leaf in jax.tree.leaves(params, is_leaf=is_leaf)}
     arrays = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.stored, dtype), params, is_leaf=is_leaf)
     state = jax.eval_shape(optimizer.init, arrays)
 
-    def one(keys: Any, x: Any) -> Leaf:
-        path = path_of(keys)
+    def one(path: str, x: Any) -> Leaf:
         parameter = _owner(path, by_path)
         plain = Leaf(
             path=path,
@@ -73,7 +71,8 @@ def place_state(
             )
         return plain
 
-    return jax.tree_util.tree_map_with_path(one, state)
+    flat, treedef = jax.tree.flatten(state)
+    return jax.tree.unflatten(treedef, map(one, paths_of(state), flat))
 
 
 def _owner(path: str, by_path: Mapping[str, Leaf]) -> Leaf | None:

@@ -163,12 +163,12 @@ class Rules:
             LayoutError: unmatched leaves, unused rules, wrong ranks, dimensions that do not divide.
         """
         sizes = sizes_of(mesh)
-        flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+        flat, treedef = jax.tree.flatten(shapes)
         errors: list[str] = []
         used: set[str] = set()
         out = []
-        paths = [path_of(keys) for keys, _ in flat]
-        for path, (_, x) in zip(paths, flat, strict=True):
+        paths = paths_of(shapes)
+        for path, x in zip(paths, flat, strict=True):
             rule = next((r for r in self.entries if re.fullmatch(r.pattern, path)), None)
             if rule is None:
                 near = _nearest(path, [r.pattern for r in self.entries])
@@ -225,20 +225,23 @@ class Rules:
         return leaf, errors
 
 
-def path_of(keys: Sequence[Any]) -> str:
-    """A pytree key path as names joined by "/": dict keys, attributes and indices alike."""
-    names = []
-    for key in keys:
-        for field in ("key", "name", "idx"):
-            if hasattr(key, field):
-                names.append(str(getattr(key, field)))
-                break
-        else:
-            names.append(str(key))
-    # Flax NNX wraps every array in a variable whose only child is its value.
-    if names and names[-1] in ("value", "raw_value") and len(names) > 1:
-        names.pop()
-    return "/".join(names)
+def paths_of(tree: Any) -> list[str]:
+    """The path of every leaf, names joined by "/": dict keys, attributes and indices alike.
+
+    Flax NNX keeps each array in a variable; the variable's own ``value`` is not a name of the model and is left out.
+    """
+    out = []
+    for keys, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]:
+        names = []
+        for key in keys:
+            field = next((f for f in ("key", "name", "idx") if hasattr(key, f)), None)
+            names.append(str(getattr(key, field) if field else key))
+        out += ["/".join(names)] * len(jax.tree.leaves(node))
+    return out
+
+
+def _is_variable(x: Any) -> bool:
+    return any(c.__name__ == "Variable" and c.__module__.startswith("flax.nnx") for c in type(x).__mro__)
 
 
 def sizes_of(mesh: Any) -> dict[str, int]:

@@ -228,6 +228,11 @@ def test_encode_and_decode_are_inverse(text: str) -> None:
     assert data.decode(data.encode(text)) == text
 
 
+def test_ids_that_are_no_bytes_show_as_lost() -> None:
+    """A model with a larger vocabulary than 256 may sample them."""
+    assert data.decode([97, 256, 98, 255]) == "a�b�"
+
+
 # ---- prefetch -----------------------------------------------------------------------------------
 
 

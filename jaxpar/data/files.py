@@ -60,12 +60,15 @@ def encode(text: str) -> Int[np.ndarray, " tokens"]:
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """Text of byte tokens; bytes that are not UTF-8 show as the replacement character.
+    """Text of byte tokens; what is not UTF-8, or no byte at all, shows as the replacement character.
 
-    >>> decode([97, 195, 169])
-    'aé'
+    >>> decode([97, 195, 169, 999])
+    'aé\ufffd'
     """
-    return bytes(int(t) for t in tokens).decode(errors="replace")
+    lost = "\N{REPLACEMENT CHARACTER}".encode()
+    return b"".join(bytes([t]) if t < VOCAB else lost for t in map(int, tokens)).decode(
+        errors="replace"
+    )
 
 
 def read_files(pattern: str) -> Corpus:

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
 from jaxpar.config import ModelConfig
+from jaxpar.ops.activations import swiglu
 from jaxpar.ops.attention import causal_attention, rotary
 from jaxpar.ops.dropout import attention_mask, dropout
 from jaxpar.ops.tensor import TensorAxis, group_of_heads
@@ -130,7 +131,7 @@ class Mlp(nnx.Module):
         up = checkpoint_name(x @ self.up[...], "up")
         if self.config.style == "llama":
             gate = checkpoint_name(x @ self.gate[...], "gate")
-            return (jax.nn.silu(gate) * up) @ self.down[...]
+            return swiglu(gate, up) @ self.down[...]
         hidden = jax.nn.gelu(up + self.up_bias[...], approximate=True)
         return hidden @ self.down[...] + at.axis.once(self.down_bias[...])
 
