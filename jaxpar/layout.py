@@ -1,14 +1,16 @@
 """A Layout: one row a leaf, for parameters, gradients, master copies and optimizer state.
 
-Built from shapes, rules and axis sizes alone, so that it says what fits before any device is touched. It prints, sums
-bytes per device, differs from another, goes to JSON and back.
+Built from shapes, rules and axis sizes alone, so that it says what fits before any device is
+touched. It prints, sums bytes per device, differs from another, goes to JSON and back.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +21,7 @@ from rich.table import Table
 from jaxpar import zero as stages
 from jaxpar.axes import AXES
 from jaxpar.optimizer_state import place_state
-from jaxpar.rules import Kind, Leaf, LayoutError, Rules, sizes_of
+from jaxpar.rules import Kind, LayoutError, Leaf, Rules, sizes_of
 
 KINDS: tuple[Kind, ...] = ("parameter", "gradient", "master", "moment", "other")
 
@@ -31,8 +33,8 @@ class Layout:
     Attributes:
         sizes: mesh axis -> size, for every name of `AXES`.
         zero: ZeRO stage.
-        params, grads, masters, opt_state: pytrees of `Leaf`; `masters` and `opt_state` may be None. Gradients are the
-            buffer that microbatches are added in.
+        params, grads, masters, opt_state: pytrees of `Leaf`; `masters` and `opt_state` may be None.
+            Gradients are the buffer that microbatches are added in.
     """
 
     sizes: dict[str, int]
@@ -61,7 +63,8 @@ class Layout:
         Args:
             shapes: pytree of arrays or ShapeDtypeStructs of the parameters, true shapes.
             mesh: a `Mesh`, or a mapping of axis names to sizes: no device is needed.
-            combine: whether ZeRO may split a dimension that the rules split too (`jaxpar.zero.shard`).
+            combine: whether ZeRO may split a dimension that the rules split too
+                (`jaxpar.zero.shard`).
 
         Raises:
             LayoutError: rules, shapes and mesh do not fit together.
@@ -72,11 +75,15 @@ class Layout:
         base = rules.leaves(shapes, sizes)
 
         def stored(leaf: Leaf) -> Leaf:
-            return stages.shard(leaf, sizes, combine=combine) if zero >= stages.split_from(leaf.kind) else leaf
+            return (
+                stages.shard(leaf, sizes, combine=combine)
+                if zero >= stages.split_from(leaf.kind)
+                else leaf
+            )
 
         def kept(kind: Kind, dtype: str) -> Any:
             def one(leaf: Leaf) -> Leaf:
-                wanted = dtype if _is_float(leaf.dtype) else leaf.dtype
+                wanted = dtype if leaf.floating else leaf.dtype
                 return stored(dataclasses.replace(leaf, kind=kind, dtype=wanted))
 
             return jax.tree.map(one, base, is_leaf=_is_row)
@@ -108,20 +115,30 @@ class Layout:
         return sum(_count(r.shape) for r in self.rows if r.kind == "parameter")
 
     def decay_mask(self) -> Any:
-        """Pytree of bool like the parameters: decay matrices and embeddings, not norms and biases, by role."""
-        return jax.tree.map(lambda leaf: leaf.role in ("matrix", "embedding"), self.params, is_leaf=_is_row)
-
-    def unsharded(self, least: int = 1 << 20) -> tuple[Leaf, ...]:
-        """Parameters of at least `least` bytes that every device holds whole though the mesh has other axes."""
-        if all(size == 1 for size in self.sizes.values()):
-            return ()
-        return tuple(
-            r
-            for r in self.rows
-            if r.kind == "parameter" and not any(r.spec) and r.bytes_per_device(self.sizes) >= least
+        """Pytree of bool like the parameters, by role: matrices and embeddings decay, norms and
+        biases do not. (By number of dimensions, norms stacked over layers would decay too.)
+        """
+        return jax.tree.map(
+            lambda leaf: leaf.role in ("matrix", "embedding"), self.params, is_leaf=_is_row
         )
 
-    # ---- showing --------------------------------------------------------------------------------------------------
+    def unsharded(self, least: int = 1 << 20) -> tuple[Leaf, ...]:
+        """Parameters of which every device holds at least `least` bytes though an axis could split
+        them: `model` and `stage` always, ZeRO's axes at stage 3. `replica` copies on purpose.
+
+        A misspelt entry of ``axes`` or a forgotten rule shows here. The largest come first.
+        """
+        able = {"model", "stage"} | (set(stages.SHARDED_OVER) if self.zero == 3 else set())
+        big = [
+            r
+            for r in self.rows
+            if r.kind == "parameter"
+            and able & set(r.copies(self.sizes))
+            and r.bytes_per_device(self.sizes) >= least
+        ]
+        return tuple(sorted(big, key=lambda r: -r.bytes_per_device(self.sizes)))
+
+    # ---- showing ------------------------------------------------------------------------------
 
     @property
     def title(self) -> str:
@@ -135,8 +152,16 @@ class Layout:
 
     def table(self, kinds: Iterable[Kind] = ("parameter",), *, by_bytes: bool = False) -> Table:
         """The rows of `kinds`, and under them the bytes per device of every kind."""
-        table = Table(title=self.title, title_justify="left", caption=self.summary(), caption_justify="left")
-        for name, justify in (("path", "left"), ("shape", "left"), ("split", "left"), ("bytes/device", "right"), ("why", "left")):
+        table = Table(
+            title=self.title, title_justify="left", caption=self.summary(), caption_justify="left"
+        )
+        for name, justify in (
+            ("path", "left"),
+            ("shape", "left"),
+            ("split", "left"),
+            ("bytes/device", "right"),
+            ("why", "left"),
+        ):
             table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
         for r in self._shown(tuple(kinds), by_bytes):
             table.add_row(*_cells(r, self.sizes))
@@ -152,11 +177,14 @@ class Layout:
         rows = [("path", "shape", "split", "bytes/device", "why")]
         rows += [_cells(r, self.sizes) for r in self._shown(("parameter",), False)]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = [" ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[4]]).rstrip() for r in rows]
+        lines = [
+            " ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[4]]).rstrip()
+            for r in rows
+        ]
         return "\n".join([self.title, *lines, self.summary()])
 
     def diff(self, other: Layout) -> str:
-        """What changes from this layout to `other`: rows whose split or bytes differ, then the sums."""
+        """What changes from this layout to `other`: rows whose split or bytes differ, then sums."""
         mine = {(r.kind, r.path): r for r in self.rows}
         theirs = {(r.kind, r.path): r for r in other.rows}
         lines = [f"- {self.title}", f"+ {other.title}"]
@@ -167,12 +195,13 @@ class Layout:
             elif (a.spec, a.stored, a.dtype) != (b.spec, b.stored, b.dtype):
                 before, after = a.bytes_per_device(self.sizes), b.bytes_per_device(other.sizes)
                 lines.append(
-                    f"  {key[0]} {key[1]}: {_split(a)} -> {_split(b)}, {_human(before)} -> {_human(after)} a device"
+                    f"  {key[0]} {key[1]}: {_split(a)} -> {_split(b)}, "
+                    f"{_human(before)} -> {_human(after)} a device"
                 )
         lines += [f"- {self.summary()}", f"+ {other.summary()}"]
         return "\n".join(lines)
 
-    # ---- JSON -----------------------------------------------------------------------------------------------------
+    # ---- JSON ---------------------------------------------------------------------------------
 
     def to_json(self) -> str:
         """Axis sizes, stage and rows."""
@@ -190,37 +219,46 @@ class Layout:
         """
         try:
             data = json.loads(text)
-            rows = [
-                Leaf(**{**r, **{k: tuple(r[k]) for k in ("shape", "stored", "dims")}, "spec": tuple(map(tuple, r["spec"]))})
-                for r in data["rows"]
-            ]
-            trees = {k: {r.path: r for r in rows if r.kind == k} for k in KINDS}
+            rows = [_row(r) for r in data["rows"]]
+            unknown = {r.kind for r in rows} - set(KINDS)
+            if unknown:
+                raise ValueError(f"unknown kinds {sorted(unknown)}")
+
+            def tree(*kinds: Kind) -> Any:
+                # Ordered: JAX flattens a plain dict by its sorted keys, and rows keep their order.
+                return collections.OrderedDict((r.path, r) for r in rows if r.kind in kinds)
+
             return cls(
                 sizes=sizes_of(data["sizes"]),
                 zero=data["zero"],
-                params=trees["parameter"],
-                grads=trees["gradient"],
-                masters=trees["master"] or None,
-                opt_state={**trees["moment"], **trees["other"]} or None,
+                params=tree("parameter"),
+                grads=tree("gradient"),
+                masters=tree("master") or None,
+                opt_state=tree("moment", "other") or None,
             )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise LayoutError(f"not a layout in JSON: {error!r}") from error
+
+
+def _row(fields: dict[str, Any]) -> Leaf:
+    tuples = {name: tuple(fields[name]) for name in ("shape", "stored", "dims")}
+    return Leaf(**{**fields, **tuples, "spec": tuple(map(tuple, fields["spec"]))})
 
 
 def _is_row(x: Any) -> bool:
     return isinstance(x, Leaf)
 
 
-def _is_float(dtype: str) -> bool:
-    return jax.numpy.issubdtype(jax.numpy.dtype(dtype), jax.numpy.floating)
-
-
 def _count(shape: tuple[int, ...]) -> int:
-    return functools.reduce(lambda a, b: a * b, shape, 1)
+    return math.prod(shape)
 
 
 def _split(leaf: Leaf) -> str:
-    parts = [f"{d or i}:{'+'.join(names)}" for i, (d, names) in enumerate(zip(leaf.dims, leaf.spec, strict=True)) if names]
+    parts = [
+        f"{d or i}:{'+'.join(names)}"
+        for i, (d, names) in enumerate(zip(leaf.dims, leaf.spec, strict=True))
+        if names
+    ]
     return " ".join(parts) or "whole"
 
 

@@ -22,6 +22,9 @@ from optax.contrib import MuonDimensionNumbers, muon
 from jaxpar.config import OptimizerConfig
 from jaxpar.rules import Leaf
 
+_MUON_BETA = 0.95
+"""Momentum of Muon (kellerjordan.github.io/posts/muon)."""
+
 _MUON_RMS = 0.2
 """Size of a Muon update, so that AdamW's rate and decay fit it (arXiv:2502.16982, section 2.2)."""
 
@@ -43,7 +46,7 @@ def make(
     rate = schedule(config, steps)
     decay = optax.add_decayed_weights(config.weight_decay, decay_mask)
     scale = optax.scale_by_learning_rate(rate)
-    match config.name:
+    match config.optimizer:
         case "adamw":
             adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
             return optax.chain(adam, decay, scale)
@@ -64,7 +67,7 @@ def make(
                 raise ValueError("muon orthogonalises matrices: pass matrices=muon_dimensions(...)")
             direction = muon(
                 1.0,
-                beta=config.momentum or 0.95,
+                beta=_MUON_BETA,
                 adam_b1=config.beta1,
                 adam_b2=config.beta2,
                 eps=config.eps,
@@ -73,7 +76,7 @@ def make(
             )
             # muon() has no decay mask for its Adam part: take its direction, decay like the rest.
             return optax.chain(direction, optax.scale(-1.0), decay, scale)
-    raise ValueError(f"optimizer {config.name!r} is not known")
+    raise ValueError(f"optimizer {config.optimizer!r} is not known")
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -103,7 +106,7 @@ def _factor(config: OptimizerConfig, steps: int, count: Any, xp: Any) -> Any:
     n = count + 1.0
     warmup, floor = config.warmup_steps, config.final_fraction
     t = xp.clip((n - warmup) / max(steps - warmup, 1), 0.0, 1.0)
-    match config.schedule:
+    match config.lr_schedule:
         case "cosine":
             after = floor + (1 - floor) * 0.5 * (1 + xp.cos(math.pi * t))
         case "linear":
@@ -114,12 +117,12 @@ def _factor(config: OptimizerConfig, steps: int, count: Any, xp: Any) -> Any:
         case "constant":
             after = xp.ones_like(t)
         case _:
-            raise ValueError(f"schedule {config.schedule!r} is not known")
+            raise ValueError(f"schedule {config.lr_schedule!r} is not known")
     return xp.where(n <= warmup, n / max(warmup, 1), after)
 
 
 def muon_dimensions(leaves: Any) -> Any:
-    """For each parameter, the dimensions of the matrix that Muon makes orthogonal, or None for Adam.
+    """For each parameter, the dimensions of the matrix that Muon makes orthogonal; None for Adam.
 
     A leaf of role "matrix" with one dimension "embed" is a map from or to the residual stream: its
     other dimensions (heads and head_dim, say) are the other side, and "layers" counts matrices.

@@ -1,26 +1,28 @@
 """Where every leaf of an optimizer's state lies: each follows its parameter, for any optax chain.
 
-A state leaf belongs to the parameter whose path is the longest suffix of its own: ``0/mu/blocks/up`` follows
-``blocks/up``, through masks, partitions, `MultiSteps` and injected hyperparameters alike; holes (`MaskedNode`,
-`EmptyState`, None) have no leaves. Its shape says how:
+A state leaf belongs to the parameter whose path ends its own: ``0/mu/blocks/up`` follows
+``blocks/up``, through masks, partitions, `MultiSteps` and injected hyperparameters alike; holes
+(`MaskedNode`, `EmptyState`, None) have no leaves. Its shape says how:
 
 * the parameter's shape: split like it;
-* the parameter's shape less one dimension (Adafactor's factored moments): split like the dimensions that are left;
-* one element, or no parameter: whole. A large leaf that follows no parameter is an error, since a copy of it on every
-  device is what sharding is meant to avoid.
+* the parameter's shape less one dimension (Adafactor's factored moments, arXiv:1804.04235): split
+  like the dimensions that are left;
+* any other shape, or no parameter: whole. A large leaf is then an error, since a copy of it on
+  every device is what sharding is meant to avoid.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
 
-from jaxpar.rules import Leaf, LayoutError, paths_of
+from jaxpar.rules import Leaf, paths_of, raise_all
 
 LARGE = 1 << 16
 """Elements from which a state leaf that follows no parameter is an error."""
@@ -36,20 +38,33 @@ def place_state(
 
     Args:
         params: pytree of `Leaf` without ZeRO.
-        dtype: element type of what the optimizer updates.
+        dtype: element type of the floating point leaves that the optimizer updates.
         split: ZeRO's transform of one moment.
 
     Raises:
-        LayoutError: a large leaf follows no parameter, or a factored moment of a padded parameter, whose means would
-            count the padding.
+        LayoutError: a large leaf follows no parameter; or a padded parameter has state of another
+            shape, whose means would count the padding.
     """
-    is_leaf = lambda x: isinstance(x, Leaf)  # noqa: E731
-    by_path = {leaf.path: leaf for leaf in jax.tree.leaves(params, is_leaf=is_leaf)}
-    arrays = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.stored, dtype), params, is_leaf=is_leaf)
-    state = jax.eval_shape(optimizer.init, arrays)
+    by_path = {leaf.path: leaf for leaf in jax.tree.leaves(params, is_leaf=_is_row)}
 
-    def one(path: str, x: Any) -> Leaf:
-        parameter = _owner(path, by_path)
+    raise_all(
+        [
+            f"{leaf.path} is a random key, which no optimizer updates; keep parameters and the "
+            f"rest of a model apart (flax.nnx.split(model, nnx.Param, ...))"
+            for leaf in by_path.values()
+            if leaf.dtype.startswith("key<")
+        ]
+    )
+
+    def array(leaf: Leaf) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.stored, dtype if leaf.floating else leaf.dtype)
+
+    state = jax.eval_shape(optimizer.init, jax.tree.map(array, params, is_leaf=_is_row))
+    flat, treedef = jax.tree.flatten(state)
+    paths = paths_of(state)
+    errors: dict[str, str] = {}
+    out = []
+    for path, x, owners in zip(paths, flat, _owners(paths, by_path), strict=True):
         plain = Leaf(
             path=path,
             kind="other",
@@ -60,45 +75,42 @@ def place_state(
             spec=((),) * len(x.shape),
             reason="whole: not the shape of a parameter",
         )
-        if parameter is not None:
-            follows = _follow(plain, parameter)
-            if follows is not None:
-                return split(follows)
-        if math.prod(x.shape) > LARGE:
-            raise LayoutError(
-                f"optimizer state {path} {tuple(x.shape)} follows no parameter: it would be whole on every device; "
-                f"its path should end in a parameter's path"
-            )
-        return plain
-
-    flat, treedef = jax.tree.flatten(state)
-    return jax.tree.unflatten(treedef, map(one, paths_of(state), flat))
+        follows = next((f for o in owners if (f := _follow(plain, o)) is not None), None)
+        # One reason a parameter: its factored moments all fail together.
+        for about, reason in _wrong(plain, follows, owners):
+            errors.setdefault(about, reason)
+        out.append(plain if follows is None else split(follows))
+    raise_all(list(errors.values()))
+    return jax.tree.unflatten(treedef, out)
 
 
-def _owner(path: str, by_path: Mapping[str, Leaf]) -> Leaf | None:
-    names = path.split("/")
-    for start in range(len(names)):
-        leaf = by_path.get("/".join(names[start:]))
-        if leaf is not None:
-            return leaf
-    return by_path.get("")
+def _owners(paths: Sequence[str], by_path: Mapping[str, Leaf]) -> list[list[Leaf]]:
+    """For every state path the parameters whose path ends it, the likeliest first.
+
+    With parameters ``w`` and ``mu/w``, ``0/mu/w`` could be the moment of ``w`` below ``0/mu`` or
+    something of ``mu/w`` below ``0``. The place below which more parameters stand is right; among
+    equals the longer parameter path.
+    """
+    found = []
+    for path in paths:
+        names = path.split("/")
+        splits = [("/".join(names[:i]), "/".join(names[i:])) for i in range(len(names))]
+        splits.append((path, ""))
+        found.append([(place, by_path[end]) for place, end in splits if end in by_path])
+    count = collections.Counter(place for owners in found for place, _ in owners)
+    # Sorting is stable and `splits` runs from the longest end to the shortest.
+    return [[leaf for _, leaf in sorted(owners, key=lambda o: -count[o[0]])] for owners in found]
 
 
 def _follow(state: Leaf, parameter: Leaf) -> Leaf | None:
-    """The state leaf with the dimensions that it shares with its parameter, or None where it has another shape."""
+    """The state leaf split as far as its dimensions are the parameter's; None if they are not."""
     kept = list(range(len(parameter.stored)))
     if state.stored != parameter.stored:
-        dropped = next(
-            (i for i in kept if parameter.stored[:i] + parameter.stored[i + 1 :] == state.stored), None
-        )
-        if dropped is None or not state.stored or math.prod(state.stored) == 1:
+        whole = parameter.stored
+        fits = [i for i in kept if whole[:i] + whole[i + 1 :] == state.stored]
+        if not fits or math.prod(state.stored) == 1:
             return None
-        if parameter.stored != parameter.shape:
-            raise LayoutError(
-                f"{parameter.path}: {parameter.reason}, and the optimizer keeps factored moments of it ({state.path}); "
-                f"means over the padding would be wrong. Use a size that divides, or an optimizer that is not factored"
-            )
-        kept.remove(dropped)
+        kept.remove(_dropped(state.path, fits))
 
     def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(values[i] for i in kept)
@@ -113,3 +125,42 @@ def _follow(state: Leaf, parameter: Leaf) -> Leaf | None:
         role=parameter.role,
         reason=f"follows {parameter.path}",
     )
+
+
+def _dropped(path: str, fits: Sequence[int]) -> int:
+    """Which of the dimensions that could be missing is. More than one could where sizes are equal:
+    optax takes the mean over the last of the largest for ``v_row``, over the one before it for
+    ``v_col`` (`optax.scale_by_factored_rms`).
+    """
+    if len(fits) > 1 and "v_row" in path.split("/"):
+        return fits[-1]
+    return fits[-2] if len(fits) > 1 else fits[0]
+
+
+def _wrong(state: Leaf, follows: Leaf | None, owners: Sequence[Leaf]) -> list[tuple[str, str]]:
+    """Pairs of what is at fault and the reason; none if the leaf can lie where it is put."""
+    owner = owners[0] if owners else None
+    if owner is not None and owner.padded and state.stored not in ((), owner.stored):
+        reason = (
+            f"{owner.path}: {owner.reason}, and the optimizer keeps state of another shape for it "
+            f"({state.path} {state.stored}): means that it takes would count the padding. Use a "
+            f"size that divides, or an optimizer that is not factored"
+        )
+        return [(owner.path, reason)]
+    if follows is None and math.prod(state.stored) > LARGE:
+        cause = (
+            "follows no parameter"
+            if owner is None
+            else f"belongs to {owner.path} and has not its shape {owner.stored}, nor that less one "
+            f"dimension"
+        )
+        reason = (
+            f"optimizer state {state.path} {state.stored} {cause}: it would be whole on every "
+            f"device. State is split where its path ends in a parameter's and its shape follows"
+        )
+        return [(state.path, reason)]
+    return []
+
+
+def _is_row(x: Any) -> bool:
+    return isinstance(x, Leaf)

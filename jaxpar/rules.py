@@ -1,16 +1,19 @@
-"""Partition rules: a path pattern names the dimensions of a parameter, and dimension names lie on mesh axes.
+"""Partition rules: a path names its dimensions, and dimensions lie on mesh axes.
 
 ```
-"blocks/attention/query"  ──pattern──►  ("layers", "embed", "heads", "head_dim")  ──axes──►  heads over `model`
+"blocks/attention/query" ──pattern──► ("layers", "embed", "heads", "head_dim")
+                                                    ──axes──► heads over `model`
 ```
 
-Strict: whatever does not fit is an error that names the path, the cause and the nearest remedy. Two ways out are asked
-for by name and shown in the Layout: `pad` (store more rows than the model has) and `replicate` (keep a dimension whole where
-it does not divide). Works on any pytree, and knows nothing of devices: only axis sizes.
+Strict: whatever does not fit is an error that names the path, the cause and the nearest remedy. Two
+ways out are asked for by name and shown in the Layout: `pad` (store more rows than the model has)
+and `replicate` (keep a dimension whole where it does not divide). Works on any pytree, and knows
+nothing of devices: only axis sizes.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 import math
@@ -26,6 +29,9 @@ Kind = Literal["parameter", "gradient", "master", "moment", "other"]
 ROLES = ("matrix", "embedding", "norm", "bias")
 LAYERS = "layers"
 """Name of the dimension along which a scan stacks layers; ZeRO never splits it."""
+
+_KEY_BYTES = {"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
+"""Bytes of one typed random key (jax.random.key_data): such leaves lie in states with dropout."""
 
 
 class LayoutError(ValueError):
@@ -60,25 +66,45 @@ class Leaf:
     role: str = "matrix"
     reason: str = "rule"
 
+    @property
+    def padded(self) -> bool:
+        """Whether it is stored larger than it is."""
+        return self.stored != self.shape
+
+    @property
+    def floating(self) -> bool:
+        """Whether its elements are real numbers that a dtype for training applies to."""
+        if self.dtype in _KEY_BYTES:
+            return False
+        return jax.numpy.issubdtype(jax.numpy.dtype(self.dtype), jax.numpy.floating)
+
     def local(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of one device's part."""
         return tuple(
-            n // math.prod(sizes[a] for a in names) for n, names in zip(self.stored, self.spec, strict=True)
+            n // math.prod(sizes.get(a, 1) for a in names)
+            for n, names in zip(self.stored, self.spec, strict=True)
         )
 
     def bytes_per_device(self, sizes: Mapping[str, int]) -> int:
         """Exact bytes that one device holds."""
-        return math.prod(self.local(sizes)) * jax.numpy.dtype(self.dtype).itemsize
+        each = _KEY_BYTES.get(self.dtype) or jax.numpy.dtype(self.dtype).itemsize
+        return math.prod(self.local(sizes)) * each
 
     def copies(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """Axes larger than 1 along which every device holds the same part."""
         split = {a for names in self.spec for a in names}
-        return tuple(a for a in AXES if sizes[a] > 1 and a not in split)
+        return tuple(a for a in AXES if sizes.get(a, 1) > 1 and a not in split)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """``pattern`` (a regular expression that must match the whole path), the name of every dimension, the role."""
+    """A path pattern and what it says.
+
+    Attributes:
+        pattern: regular expression that must match the whole path.
+        dims: name of every dimension.
+        role: "matrix", "embedding", "norm" or "bias".
+    """
 
     pattern: str
     dims: tuple[str, ...]
@@ -86,11 +112,12 @@ class Rule:
 
 
 class Rules:
-    """Path patterns to dimension names to mesh axes. The first pattern that matches a whole path wins.
+    """Path patterns to dimension names to mesh axes; the first that matches a whole path wins.
 
     Args:
         entries: (pattern, dims) or (pattern, dims, role); paths are joined by "/".
-        axes: dimension name -> mesh axis, tuple of axes (slowest first) or None. Every dimension is named here.
+        axes: dimension name -> mesh axis, tuple of axes (slowest first) or None. Every dimension
+            is named here.
         pad: dimensions stored with zeros at the end where they do not divide.
         replicate: dimensions kept whole where they do not divide.
 
@@ -106,11 +133,11 @@ class Rules:
         pad: Sequence[str] = (),
         replicate: Sequence[str] = (),
     ):
-        self.entries = tuple(e if isinstance(e, Rule) else Rule(e[0], tuple(e[1]), *e[2:]) for e in entries)
-        self.axes = {
-            name: () if on is None else (on,) if isinstance(on, str) else tuple(on) for name, on in axes.items()
-        }
-        self.pad, self.replicate = tuple(pad), tuple(replicate)
+        self.entries = tuple(
+            e if isinstance(e, Rule) else Rule(e[0], _names(e[1]), *e[2:]) for e in entries
+        )
+        self.axes = {name: () if on is None else _names(on) for name, on in axes.items()}
+        self.pad, self.replicate = _names(pad), _names(replicate)
         self._check()
 
     def _check(self) -> None:
@@ -119,7 +146,8 @@ class Rules:
         for rule in self.entries:
             if rule.pattern in seen:
                 errors.append(
-                    f"two rules have the pattern {rule.pattern!r}: {seen[rule.pattern].dims} and {rule.dims}; keep one"
+                    f"two rules have the pattern {rule.pattern!r}: {seen[rule.pattern].dims} and "
+                    f"{rule.dims}; keep one"
                 )
             seen[rule.pattern] = rule
             try:
@@ -127,70 +155,103 @@ class Rules:
             except re.error as error:
                 errors.append(f"rule {rule.pattern!r} is not a regular expression: {error}")
             if rule.role not in ROLES:
-                errors.append(f"rule {rule.pattern!r}: role {rule.role!r} is not one of {', '.join(ROLES)}")
+                errors.append(
+                    f"rule {rule.pattern!r}: role {rule.role!r} is not one of {', '.join(ROLES)}"
+                )
             for dim in rule.dims:
                 if dim not in self.axes:
                     errors.append(
-                        f"rule {rule.pattern!r}: dimension {dim!r} is not in axes{_nearest(dim, self.axes)}; "
-                        f"name its mesh axis there, or None"
+                        f"rule {rule.pattern!r}: dimension {dim!r} is not in axes"
+                        f"{_nearest(dim, self.axes)}; name its mesh axis there, or None"
                     )
             owner: dict[str, str] = {}
             for dim in rule.dims:
                 for axis in self.axes.get(dim, ()):
                     if axis in owner:
                         errors.append(
-                            f"rule {rule.pattern!r}: mesh axis {axis!r} splits {owner[axis]!r} and {dim!r} of the same "
-                            f"array; map one of {{{owner[axis]!r}: {axis!r}, {dim!r}: {axis!r}}} to None"
+                            f"rule {rule.pattern!r}: mesh axis {axis!r} would split the array "
+                            f"twice, by {owner[axis]!r} -> {axis!r} and by {dim!r} -> {axis!r}; "
+                            f"map one to None, or name the dimension otherwise in this rule"
                         )
                     owner[axis] = dim
         for name, on in self.axes.items():
             for axis in on:
                 if axis not in AXES:
-                    errors.append(f"axes: {name!r} lies on unknown mesh axis {axis!r}{_nearest(axis, AXES)}")
+                    errors.append(
+                        f"axes: {name!r} lies on unknown mesh axis {axis!r}{_nearest(axis, AXES)}"
+                    )
         for option, names in (("pad", self.pad), ("replicate", self.replicate)):
             for name in names:
                 if name not in self.axes:
-                    errors.append(f"{option}: unknown dimension {name!r}{_nearest(name, self.axes)}")
+                    near = _nearest(name, self.axes)
+                    errors.append(f"{option}: unknown dimension {name!r}{near}")
         both = set(self.pad) & set(self.replicate)
         if both:
             errors.append(f"dimensions {sorted(both)} are in pad and in replicate; choose one")
-        _raise(errors)
+        raise_all(errors)
 
     def leaves(self, shapes: Any, mesh: Any) -> Any:
-        """A pytree of `Leaf` like `shapes` (arrays or ShapeDtypeStructs); `mesh`: a Mesh or axis sizes.
+        """A pytree of `Leaf` like `shapes`.
+
+        Args:
+            shapes: pytree of arrays or ShapeDtypeStructs.
+            mesh: a `Mesh` or a mapping of axis names to sizes.
 
         Raises:
             LayoutError: unmatched leaves, unused rules, wrong ranks, dimensions that do not divide.
         """
         sizes = sizes_of(mesh)
         flat, treedef = jax.tree.flatten(shapes)
+        paths = paths_of(shapes)
+        unmatched: list[tuple[int, str]] = []
         errors: list[str] = []
         used: set[str] = set()
         out = []
-        paths = paths_of(shapes)
         for path, x in zip(paths, flat, strict=True):
+            if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+                errors.append(
+                    f"{path} is a {type(x).__name__}, not an array; keep parameters and the rest "
+                    f"of a model apart (equinox.partition, flax.nnx.split)"
+                )
+                continue
             rule = next((r for r in self.entries if re.fullmatch(r.pattern, path)), None)
             if rule is None:
                 near = _nearest(path, [r.pattern for r in self.entries])
-                errors.append(f"{path} {tuple(x.shape)} matches no rule{near}; add one")
+                message = f"{path} {tuple(x.shape)} matches no rule{near}; add one"
+                unmatched.append((-math.prod(x.shape), message))
                 continue
             used.add(rule.pattern)
             if len(rule.dims) != len(x.shape):
                 errors.append(
-                    f"{path} {tuple(x.shape)} has {len(x.shape)} dimensions and rule {rule.pattern!r} names "
-                    f"{len(rule.dims)}: {rule.dims}"
+                    f"{path} {tuple(x.shape)} has {len(x.shape)} dimensions and rule "
+                    f"{rule.pattern!r} names {len(rule.dims)}: {rule.dims}"
                 )
                 continue
             leaf, wrong = self._leaf(path, x, rule, sizes)
             errors += wrong
             out.append(leaf)
-        for rule in self.entries:
-            if rule.pattern not in used:
-                errors.append(f"rule {rule.pattern!r} matches nothing that an earlier rule left{_nearest(rule.pattern, paths)}")
-        _raise(errors)
+        twice = [p for p, n in collections.Counter(paths).items() if n > 1]
+        errors += [f"two leaves have the path {p}; a path names one leaf" for p in twice]
+        # What comes first explains the rest: a misspelt rule, then the largest leaves it left out.
+        idle = [self._idle(rule, paths) for rule in self.entries if rule.pattern not in used]
+        raise_all(idle + [message for _, message in sorted(unmatched)] + errors)
         return jax.tree.unflatten(treedef, out)
 
-    def _leaf(self, path: str, x: Any, rule: Rule, sizes: Mapping[str, int]) -> tuple[Leaf, list[str]]:
+    def _idle(self, rule: Rule, paths: Sequence[str]) -> str:
+        """Why `rule` applied to nothing."""
+        path = next((p for p in paths if re.fullmatch(rule.pattern, p)), None)
+        if path is None:
+            return f"rule {rule.pattern!r} matches no path{_nearest(rule.pattern, paths)}"
+        first = next(r for r in self.entries if re.fullmatch(r.pattern, path))
+        return (
+            f"rule {rule.pattern!r} is never reached: {first.pattern!r} stands before it and takes "
+            f"{path}; put it first, or drop it"
+        )
+
+    def _leaf(
+        self, path: str, x: Any, rule: Rule, sizes: Mapping[str, int]
+    ) -> tuple[Leaf, list[str]]:
+        """The row of one array, and what is wrong with it."""
         stored, spec, reasons, errors = list(x.shape), [], [], []
         for i, (dim, n) in enumerate(zip(rule.dims, x.shape, strict=True)):
             axes = tuple(a for a in self.axes[dim] if sizes[a] > 1)
@@ -207,8 +268,8 @@ class Rules:
                 else:
                     sizes_that_fit = f"{low} or {high}" if low else f"{high}"
                     errors.append(
-                        f"{path} {tuple(x.shape)}: dimension {i} {dim!r} = {n} does not divide by {on}; {sizes_that_fit} "
-                        f"would, or pad=({dim!r},), or replicate=({dim!r},)"
+                        f"{path} {tuple(x.shape)}: dimension {i} {dim!r} = {n} does not divide by "
+                        f"{on}; {sizes_that_fit} would, or pad=({dim!r},), or replicate=({dim!r},)"
                     )
             spec.append(axes)
         leaf = Leaf(
@@ -228,7 +289,8 @@ class Rules:
 def paths_of(tree: Any) -> list[str]:
     """The path of every leaf, names joined by "/": dict keys, attributes and indices alike.
 
-    Flax NNX keeps each array in a variable; the variable's own ``value`` is not a name of the model and is left out.
+    Flax NNX keeps each array in a variable; the variable's own ``value`` is not a name of the model
+    and is left out.
     """
     out = []
     for keys, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]:
@@ -240,8 +302,16 @@ def paths_of(tree: Any) -> list[str]:
     return out
 
 
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    """One name or several; a lone string is one name, not its letters."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
 def _is_variable(x: Any) -> bool:
-    return any(c.__name__ == "Variable" and c.__module__.startswith("flax.nnx") for c in type(x).__mro__)
+    # By name, for flax is not needed to use this module.
+    return any(
+        c.__name__ == "Variable" and c.__module__.startswith("flax.nnx") for c in type(x).__mro__
+    )
 
 
 def sizes_of(mesh: Any) -> dict[str, int]:
@@ -258,7 +328,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f" (nearest: {close[0]!r})" if close else ""
 
 
-def _raise(errors: list[str]) -> None:
+def raise_all(errors: Sequence[str]) -> None:
+    """Raise a `LayoutError` of up to ten reasons, if there is one."""
     if errors:
         more = f"\n  ... and {len(errors) - 10} more" if len(errors) > 10 else ""
         raise LayoutError("\n  ".join(errors[:10]) + more)

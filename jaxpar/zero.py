@@ -1,14 +1,14 @@
-"""ZeRO stages 0-3 as transforms of the rows of a Layout (Rajbhandari et al. 2020, arXiv:1910.02054 section 5).
+"""ZeRO stages 0-3 as transforms of the rows of a Layout (arXiv:1910.02054, section 5).
 
-| stage | parameters | gradients | master copies, moments | bytes for N parameters on K devices, 2 + 2 + 12 recipe |
-|-------|------------|-----------|------------------------|---------------------------------------------------------|
-| 0     | whole      | whole     | whole                  | 16 N                                                    |
-| 1     | whole      | whole     | 1/K                    | 4 N + 12 N / K                                          |
-| 2     | whole      | 1/K       | 1/K                    | 2 N + 14 N / K                                          |
-| 3     | 1/K        | 1/K       | 1/K                    | 16 N / K                                                |
+| stage | parameters | gradients | masters, moments | bytes, N parameters on K devices, 2 + 2 + 12 |
+|-------|------------|-----------|------------------|----------------------------------------------|
+| 0     | whole      | whole     | whole            | 16 N                                         |
+| 1     | whole      | whole     | 1/K              | 4 N + 12 N / K                               |
+| 2     | whole      | 1/K       | 1/K              | 2 N + 14 N / K                               |
+| 3     | 1/K        | 1/K       | 1/K              | 16 N / K                                     |
 
-A leaf is split over every one of `AXES` along which it is a copy. `replica` is left out: there every device keeps its copy
-(hybrid sharding, ZeRO inside and copies outside).
+A leaf is split over every one of `SHARDED_OVER` along which it is a copy. `replica` is left out:
+there every device keeps its copy (hybrid sharding, ZeRO inside and copies outside).
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from jaxpar.rules import LAYERS, Leaf
 SHARDED_OVER = ("data", "context", "expert")
 """Axes that ZeRO splits over."""
 
-# The last two dimensions of an array lie on a TPU in tiles of 8 x 128: a thinner part is padded, and the compiler
-# turns its reduce-scatter into an all-reduce.
+# The last two dimensions of an array lie on a TPU in tiles of 8 x 128: a thinner part is padded,
+# and the compiler turns its reduce-scatter into an all-reduce.
 _TILE = {1: 128, 2: 8}
 
 
 def shard(leaf: Leaf, sizes: Mapping[str, int], *, combine: bool = True) -> Leaf:
-    """`leaf` split over every axis of ZeRO along which it is a copy, on one dimension; whole where none divides.
+    """`leaf` split over every axis of ZeRO along which it is a copy, on one dimension; else whole.
 
-    The dimension is chosen so that a part fills whole TPU tiles, then among those not split yet, then the largest.
+    The dimension is chosen so that a part fills whole TPU tiles, then among those not split yet,
+    then the largest. Where none divides the leaf stays whole, and its reason says so. Only shape,
+    names and split decide, so a parameter's gradient, master and moments are all split alike.
 
     Args:
         combine: whether a dimension may be split by the model's rules and by ZeRO at once.
@@ -48,11 +50,15 @@ def shard(leaf: Leaf, sizes: Mapping[str, int], *, combine: bool = True) -> Leaf
         choices.append((thin, bool(names), -n, i))
     on = " x ".join(f"{a}={sizes[a]}" for a in axes)
     if not choices:
-        return dataclasses.replace(leaf, reason=_also(leaf, f"kept whole: no dimension divides by {on}"))
+        return dataclasses.replace(
+            leaf, reason=_also(leaf, f"kept whole: no dimension divides by {on}")
+        )
     i = min(choices)[-1]
     spec = list(leaf.spec)
     spec[i] = (*spec[i], *axes)
-    return dataclasses.replace(leaf, spec=tuple(spec), reason=_also(leaf, f"zero: {leaf.dims[i]} over {on}"))
+    return dataclasses.replace(
+        leaf, spec=tuple(spec), reason=_also(leaf, f"zero: {leaf.dims[i]} over {on}")
+    )
 
 
 def _also(leaf: Leaf, reason: str) -> str:
@@ -60,5 +66,5 @@ def _also(leaf: Leaf, reason: str) -> str:
 
 
 def split_from(kind: str) -> int:
-    """Lowest stage that splits leaves of this kind: 1 for masters and moments, 2 for gradients, 3 for parameters."""
+    """Lowest stage that splits a kind: 3 for parameters, 2 for gradients, 1 for the rest."""
     return {"parameter": 3, "gradient": 2}.get(kind, 1)

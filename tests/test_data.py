@@ -181,7 +181,8 @@ def test_one_file_is_cut_in_two(tmp_path) -> None:
     path.write_text("".join(chr(33 + i % 90) for i in range(1999)))
     corpus = data.load(str(path))
     whole = np.concatenate([corpus.train, corpus.heldout])
-    assert bytes(whole[:-1]).decode() == path.read_text() and whole[-1] == 0
+    assert bytes(whole[:-1]).decode() == path.read_text()
+    assert whole[-1] == 0
     assert len(corpus.heldout) == 100
     assert corpus.train_files == corpus.heldout_files == ("a.txt",)
 

@@ -19,7 +19,12 @@ STEPS = 50
 
 
 def config(**changes) -> OptimizerConfig:
-    given = {"name": "adamw", "learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0}
+    given = {
+        "optimizer": "adamw",
+        "learning_rate": 0.01,
+        "lr_schedule": "constant",
+        "warmup_steps": 0,
+    }
     return dataclasses.replace(OptimizerConfig(), **{**given, **changes})
 
 
@@ -32,13 +37,13 @@ def rates(**changes) -> list[float]:
 
 def test_warmup_rises_evenly_and_update_w_has_the_peak() -> None:
     for name in ("cosine", "linear", "wsd", "constant"):
-        got = rates(schedule=name, warmup_steps=10, final_fraction=0.1, decay_fraction=0.2)
+        got = rates(lr_schedule=name, warmup_steps=10, final_fraction=0.1, decay_fraction=0.2)
         np.testing.assert_allclose(got[:10], [0.01 * n / 10 for n in range(1, 11)])
         assert max(got) == got[9]
 
 
 def test_cosine() -> None:
-    got = rates(schedule="cosine", warmup_steps=10, final_fraction=0.1)
+    got = rates(lr_schedule="cosine", warmup_steps=10, final_fraction=0.1)
     floor = 0.001
     assert math.isclose(got[29], (0.01 + floor) / 2)  # half way
     assert math.isclose(got[-1], floor)
@@ -47,38 +52,38 @@ def test_cosine() -> None:
 
 
 def test_linear() -> None:
-    got = rates(schedule="linear", warmup_steps=10, final_fraction=0.2)
+    got = rates(lr_schedule="linear", warmup_steps=10, final_fraction=0.2)
     np.testing.assert_allclose(np.diff(got[9:]), -0.008 / 40)
     assert math.isclose(got[-1], 0.002)
 
 
 def test_wsd_is_stable_then_decays_over_the_last_part() -> None:
-    got = rates(schedule="wsd", warmup_steps=5, final_fraction=0.1, decay_fraction=0.2)
+    got = rates(lr_schedule="wsd", warmup_steps=5, final_fraction=0.1, decay_fraction=0.2)
     np.testing.assert_allclose(got[4:40], 0.01)
     np.testing.assert_allclose(got[40:], [0.01 * (1 - 0.9 * n / 10) for n in range(1, 11)])
 
 
 def test_constant_and_no_warmup() -> None:
-    np.testing.assert_allclose(rates(schedule="constant"), 0.01)
+    np.testing.assert_allclose(rates(lr_schedule="constant"), 0.01)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
 def test_the_floor_holds_after_the_last_step(name) -> None:
-    c = config(schedule=name, final_fraction=0.1)
+    c = config(lr_schedule=name, final_fraction=0.1)
     assert math.isclose(optim.learning_rate(c, STEPS, 10 * STEPS), 0.001)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
 def test_host_and_device_give_the_same_rate(name) -> None:
-    c = config(schedule=name, warmup_steps=7, final_fraction=0.1)
+    c = config(lr_schedule=name, warmup_steps=7, final_fraction=0.1)
     inside = jax.jit(jax.vmap(optim.schedule(c, STEPS)))(jnp.arange(STEPS))
     np.testing.assert_allclose(
-        inside, rates(schedule=name, warmup_steps=7, final_fraction=0.1), 1e-5
+        inside, rates(lr_schedule=name, warmup_steps=7, final_fraction=0.1), 1e-5
     )
 
 
 def test_a_run_shorter_than_its_warmup() -> None:
-    c = config(schedule="cosine", warmup_steps=10)
+    c = config(lr_schedule="cosine", warmup_steps=10)
     got = [optim.learning_rate(c, 4, count) for count in range(4)]
     np.testing.assert_allclose(got, [0.001, 0.002, 0.003, 0.004])
 
@@ -134,18 +139,18 @@ def assert_close(got, want) -> None:
 
 def test_adamw_is_the_papers_with_decay_where_the_mask_says() -> None:
     """Case O4: the norm stacked over layers has two dimensions and is not decayed."""
-    c = config(name="adamw", weight_decay=0.3, warmup_steps=2)
+    c = config(optimizer="adamw", weight_decay=0.3, warmup_steps=2)
     assert_close(run(c), adam_by_hand(c))
 
 
 def test_lamb_scales_the_whole_update_by_the_trust_ratio() -> None:
-    c = config(name="lamb", weight_decay=0.3)
+    c = config(optimizer="lamb", weight_decay=0.3)
     assert_close(run(c), adam_by_hand(c, trust=True))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd(momentum) -> None:
-    c = config(name="sgd", momentum=momentum, weight_decay=0.3)
+    c = config(optimizer="sgd", momentum=momentum, weight_decay=0.3)
     want, trace = tree(), dict.fromkeys(MASK, 0.0)
     for step in range(3):
         for k, x in tree().items():
@@ -157,7 +162,9 @@ def test_sgd(momentum) -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "adafactor", "muon"])
 def test_decay_reaches_the_masked_leaves_alone_and_scales_with_the_rate(name) -> None:
     extra = {"matrices": matrices()} if name == "muon" else {}
-    still, decayed = (run(config(name=name, weight_decay=w), steps=1, **extra) for w in (0.0, 0.5))
+    still, decayed = (
+        run(config(optimizer=name, weight_decay=w), steps=1, **extra) for w in (0.0, 0.5)
+    )
     np.testing.assert_array_equal(still["norm"], decayed["norm"])
     moved = np.asarray(still["matrix"] - decayed["matrix"])
     if name != "lamb":  # its trust ratio changes the length of the whole update
@@ -170,7 +177,7 @@ def test_adafactor_is_optax_without_its_own_decay() -> None:
     gradients = jax.tree.map(jnp.sin, params)
     theirs = optax.adafactor(0.01)
     updates, _ = theirs.update(gradients, theirs.init(params), params)
-    got = run(config(name="adafactor", weight_decay=0.0), steps=1)
+    got = run(config(optimizer="adafactor", weight_decay=0.0), steps=1)
     assert_close(got, optax.apply_updates(params, updates))
 
 
@@ -216,7 +223,7 @@ def test_muon_dimensions_by_name_and_role() -> None:
 
 
 def test_muon_updates_are_orthogonal_a_layer_and_adam_takes_the_rest() -> None:
-    c = config(name="muon", weight_decay=0.0)
+    c = config(optimizer="muon", weight_decay=0.0)
     before = tree()
     after = run(c, steps=1, matrices=matrices())
     for layer in range(2):
@@ -233,4 +240,4 @@ def test_muon_updates_are_orthogonal_a_layer_and_adam_takes_the_rest() -> None:
 
 def test_muon_without_its_matrices_says_so() -> None:
     with pytest.raises(ValueError, match="muon_dimensions"):
-        optim.make(config(name="muon"), STEPS, decay_mask=MASK)
+        optim.make(config(optimizer="muon"), STEPS, decay_mask=MASK)

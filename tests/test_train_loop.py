@@ -155,21 +155,23 @@ class Folder:
 
 def test_a_run_folder_is_never_written_over_silently(tmp_path) -> None:
     path = tmp_path / "runs" / "a"
-    assert loop.open_folder(Folder(str(path))).is_dir()
-    assert loop.open_folder(Folder(str(path))).is_dir()  # empty: nothing to lose
+    assert loop.choose_folder(Folder(str(path))) == path
+    path.mkdir(parents=True)
+    assert loop.choose_folder(Folder(str(path))) == path  # empty: nothing to lose
     (path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(loop.RunFolderError, match="--overwrite"):
-        loop.open_folder(Folder(str(path)))
+        loop.choose_folder(Folder(str(path)))
     with pytest.raises(loop.RunFolderError, match="does not look like a run folder"):
-        loop.open_folder(Folder(str(path), overwrite=True))
+        loop.choose_folder(Folder(str(path), overwrite=True))
     (path / "config.yaml").write_text("steps: 1\n")
-    assert not list(loop.open_folder(Folder(str(path), overwrite=True)).iterdir())
+    assert loop.choose_folder(Folder(str(path), overwrite=True)) == path
+    assert len(list(path.iterdir())) == 2  # and goes when the run starts, not before
 
 
 def test_a_run_folder_that_is_a_file(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(loop.RunFolderError, match="is a file"):
-        loop.open_folder(Folder(str(tmp_path / "file")))
+        loop.choose_folder(Folder(str(tmp_path / "file")))
 
 
 # ---- what a person sees -------------------------------------------------------------------------

@@ -36,8 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, rest = parser.parse_known_args(argv)
     if own.warmup < 0 or own.repeats < 1:
         return refuse(ValueError("--warmup is 0 or more steps, and --repeats at least 1"))
+    config = configs.parse(rest, prog=f"{parser.prog} {own.what}")
+    if config.show or config.topology:
+        return refuse(
+            ValueError("--show and --topology are of jaxpar.train: a bench runs the step")
+        )
     try:
-        config = configs.parse(rest, prog=parser.prog)
         simulate(config.mesh, config.devices)
         # What follows imports JAX, which reads the flags that `simulate` sets.
         from jaxpar.bench.step import bench_step

@@ -89,7 +89,7 @@ class StepBench:
         return "\n".join(f"{name:<12} {value}" for name, value in rows.items())
 
 
-def bench_step(config: configs.Config, *, warmup: int, repeats: int) -> StepBench:
+def bench_step(config: configs.RunConfig, *, warmup: int, repeats: int) -> StepBench:
     """Measure the train step of a config.
 
     Args:
@@ -100,7 +100,7 @@ def bench_step(config: configs.Config, *, warmup: int, repeats: int) -> StepBenc
         MeshError, LayoutError, ValueError: as `jaxpar.train.loop.build`.
     """
     par = build(config)
-    shape = (config.data.batch, config.data.seq)
+    shape = (config.data.batch, config.data.sequence)
     random = np.random.default_rng(config.seed)
     vocab, names = config.model.vocab, ("tokens", "targets")
     host = {name: random.integers(0, vocab, shape, np.int32) for name in names}
@@ -121,7 +121,7 @@ def bench_step(config: configs.Config, *, warmup: int, repeats: int) -> StepBenc
     tokens = shape[0] * shape[1]
     devices = par.mesh.jax_mesh.devices.flat
     chip = chip_of(devices[0].device_kind)
-    rate = tokens / median * flops_per_token(config.model, config.data.seq)
+    rate = tokens / median * flops_per_token(config.model, config.data.sequence)
     return StepBench(
         mesh=" x ".join(f"{k}={v}" for k, v in par.mesh.sizes.items() if v > 1) or "one device",
         device=f"{len(devices)} x {devices[0].device_kind}",
@@ -131,14 +131,19 @@ def bench_step(config: configs.Config, *, warmup: int, repeats: int) -> StepBenc
         fastest_seconds=min(seconds),
         tokens_per_second=tokens / median,
         matmul_parameters=matmul_parameters(config.model),
-        flops_per_token=flops_per_token(config.model, config.data.seq),
+        flops_per_token=flops_per_token(config.model, config.data.sequence),
         model_flops_per_second=rate,
         mfu=None if chip is None else rate / (chips_in(list(devices)) * chip.flops),
-        call_seconds=call_seconds(par, state, batch, repeats=max(repeats, 30)),
+        call_seconds=call_seconds(par, state, batch, repeats=_pairs(median)),
         loop_seconds=loop_seconds(state, batch, metrics),
         device_bytes=device_bytes(par),
         process_bytes=process_bytes(),
     )
+
+
+def _pairs(step_seconds: float) -> int:
+    """Pairs of steps for `call_seconds`: about ten seconds of them, within reason."""
+    return min(50, max(5, int(10 / (2 * step_seconds))))
 
 
 def call_seconds(par: Parallel, state: Any, batch: Any, *, repeats: int) -> float:

@@ -60,7 +60,7 @@ def encode(text: str) -> Int[np.ndarray, " tokens"]:
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """Text of byte tokens; what is not UTF-8, or no byte at all, shows as the replacement character.
+    """Text of byte tokens; what is not UTF-8, or no byte, shows as the replacement character.
 
     >>> decode([97, 195, 169, 999])
     'aé\ufffd'

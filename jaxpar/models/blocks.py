@@ -21,6 +21,7 @@ from jaxpar.config import ModelConfig
 from jaxpar.ops.activations import swiglu
 from jaxpar.ops.attention import causal_attention, rotary
 from jaxpar.ops.dropout import attention_mask, dropout
+from jaxpar.ops.linear import product
 from jaxpar.ops.tensor import TensorAxis, group_of_heads
 
 
@@ -91,7 +92,7 @@ class Attention(nnx.Module):
             group_of_heads(w[...], at.axis, dim=1, kv_heads=c.kv_heads)
             for w in (self.key, self.value)
         ]
-        q, k, v = (jnp.einsum("bse,ehd->bshd", x, w) for w in (self.query[...], *kv))
+        q, k, v = (product(x, w) for w in (self.query[...], *kv))
         if c.style == "gpt2":
             q = q + self.query_bias[...]
             biases = (self.key_bias[...], self.value_bias[...])
@@ -110,7 +111,7 @@ class Attention(nnx.Module):
             q, k, v, chunks=at.attention_chunks, keep=keep, keep_rate=1 - c.dropout
         )
         y = checkpoint_name(y, "attention")
-        y = jnp.einsum("bshd,hde->bse", y, self.out[...])
+        y = product(y, self.out[...], 2)
         return y + at.axis.once(self.out_bias[...]) if c.style == "gpt2" else y
 
 
@@ -128,12 +129,12 @@ class Mlp(nnx.Module):
         self.config = c
 
     def __call__(self, x: Float[Array, "batch seq embed"], at: Context) -> Float[Array, "batch seq embed"]:
-        up = checkpoint_name(x @ self.up[...], "up")
+        up = checkpoint_name(product(x, self.up[...]), "up")
         if self.config.style == "llama":
-            gate = checkpoint_name(x @ self.gate[...], "gate")
-            return swiglu(gate, up) @ self.down[...]
+            gate = checkpoint_name(product(x, self.gate[...]), "gate")
+            return product(swiglu(gate, up), self.down[...])
         hidden = jax.nn.gelu(up + self.up_bias[...], approximate=True)
-        return hidden @ self.down[...] + at.axis.once(self.down_bias[...])
+        return product(hidden, self.down[...]) + at.axis.once(self.down_bias[...])
 
 
 class Block(nnx.Module):

@@ -16,20 +16,23 @@ USAGE_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; returns the exit code, or exits 2 on a bad config."""
+    config = configs.parse(argv)
     try:
-        config = configs.parse(argv, prog="python -m jaxpar.train")
-        simulate(config.mesh, config.devices)
+        if config.topology is None:
+            simulate(config.mesh, config.devices)
         # What follows imports JAX, which reads the flags that `simulate` sets.
         from jaxpar.train import loop
         from jaxpar.train.report import Reporter
 
-        folder = None if config.show else loop.open_folder(config)
-        print(announce(config.devices), flush=True)
         if config.show == "layout":
+            if config.topology is None:
+                print(announce(config.devices), flush=True)
             par = loop.build(config)
             print(par.mesh, par.layout, sep="\n")
             return 0
+        folder = loop.choose_folder(config)
+        print(announce(config.devices), flush=True)
         job = loop.prepare(config)
         print(job.par.mesh, job.par.layout, sep="\n", flush=True)
     except ValueError as error:  # every error of a config, a mesh, rules or input is one

@@ -24,13 +24,16 @@ import numpy as np
 
 from jaxpar import checkpoint, data, optim
 from jaxpar import config as configs
-from jaxpar.mesh import Mesh, make_mesh
+from jaxpar.mesh import make_mesh
 from jaxpar.models import decoder
 from jaxpar.parallel import Parallel, parallelize
 from jaxpar.sample import generate
 from jaxpar.step import TrainState
 from jaxpar.train.metrics import MetricsWriter
 from jaxpar.train.report import Reporter, Result
+
+_TEMPERATURE = 0.8
+"""Of the sample at the end: a small model's own odds are wide enough to hide what it knows."""
 
 
 class RunFolderError(ValueError):
@@ -42,17 +45,20 @@ class Job:
     """All that a run needs, built and not started.
 
     Attributes:
+        par: the train step.
+        still: evaluates the same state without dropout.
         windows: training batches.
         heldout: evaluation batches.
     """
 
-    config: configs.Config
+    config: configs.RunConfig
     par: Parallel
+    still: Parallel
     windows: data.Windows
     heldout: data.HeldOut
 
 
-def build(config: configs.Config, mesh: Mesh | None = None) -> Parallel:
+def build(config: configs.RunConfig) -> Parallel:
     """The train step of a config on its mesh; compiles nothing.
 
     Raises:
@@ -65,10 +71,13 @@ def build(config: configs.Config, mesh: Mesh | None = None) -> Parallel:
         loss_chunks=config.loss_chunks,
         z_loss=config.z_loss,
         sequence_parallel=config.sequence_parallel,
+        attention_chunks=config.attention_chunks,
     )
 
     def optimizer(layout: Any) -> Any:
-        matrices = optim.muon_dimensions(layout.params) if config.optimizer.name == "muon" else None
+        matrices = (
+            optim.muon_dimensions(layout.params) if config.optimizer.optimizer == "muon" else None
+        )
         mask = layout.decay_mask()
         return optim.make(config.optimizer, config.steps, decay_mask=mask, matrices=matrices)
 
@@ -76,7 +85,7 @@ def build(config: configs.Config, mesh: Mesh | None = None) -> Parallel:
         staged,
         init,
         optimizer,
-        mesh=mesh or make_mesh(config.mesh),
+        mesh=make_mesh(config.mesh, topology=config.topology),
         rules=rules,
         zero=config.zero,
         microbatches=config.microbatches,
@@ -88,26 +97,30 @@ def build(config: configs.Config, mesh: Mesh | None = None) -> Parallel:
     )
 
 
-def prepare(config: configs.Config) -> Job:
+def prepare(config: configs.RunConfig) -> Job:
     """Build a run and check its input.
 
     Raises:
         DataError: input that cannot be used. And what `build` raises.
     """
     corpus = data.load(config.data.source)
-    shape = {"seq": config.data.seq, "rows": config.data.batch, "vocab": config.model.vocab}
+    shape = {"seq": config.data.sequence, "rows": config.data.batch, "vocab": config.model.vocab}
     windows = data.Windows(tokens=corpus.train, seed=config.seed, **shape)
     heldout = data.HeldOut(tokens=corpus.heldout, **shape)
-    return Job(config=config, par=build(config), windows=windows, heldout=heldout)
+    par = still = build(config)
+    if config.model.dropout:
+        model = dataclasses.replace(config.model, dropout=0.0)
+        still = build(dataclasses.replace(config, model=model))
+    return Job(config=config, par=par, still=still, windows=windows, heldout=heldout)
 
 
-def open_folder(config: configs.Config) -> pathlib.Path:
-    """The empty run folder of a config.
+def choose_folder(config: configs.RunConfig) -> pathlib.Path:
+    """The run folder of a config, named by the time where it names none; touches nothing.
 
     Raises:
         RunFolderError: something is in it, and the config does not say to overwrite it.
     """
-    folder = pathlib.Path(config.run_dir)
+    folder = pathlib.Path(config.run_dir or time.strftime("runs/%Y-%m-%d_%H-%M-%S"))
     if folder.is_file():
         raise RunFolderError(f"run folder {folder} is a file; choose another with --run-dir")
     if folder.is_dir() and any(folder.iterdir()):
@@ -118,19 +131,23 @@ def open_folder(config: configs.Config) -> pathlib.Path:
             )
         if not (folder / "config.yaml").is_file():
             raise RunFolderError(f"{folder} does not look like a run folder: not overwritten")
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def train(job: Job, folder: pathlib.Path, reporter: Reporter) -> Result:
     """Take all steps of a run, evaluate, save and sample.
 
+    Args:
+        folder: what `choose_folder` gave; made new.
+
     Raises:
         DataError: a token id outside the vocabulary.
     """
     config, par = job.config, job.par
-    configs.save(config, folder / "config.yaml")
+    if folder.is_dir():  # what is in it may go: `choose_folder`
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(configs.to_yaml(config))
     (folder / "layout.json").write_text(par.layout.to_json() + "\n")
     saved: dict[int, pathlib.Path] = {}
     losses: list[float] = []
@@ -146,9 +163,11 @@ def train(job: Job, folder: pathlib.Path, reporter: Reporter) -> Result:
         def pause(done: int, state: TrainState) -> None:
             last = done == config.steps
             if last or (config.eval_every and done % config.eval_every == 0):
-                losses.append(evaluate(par, state, job.heldout)["loss"])
+                limit = None if last else config.eval_batches
+                losses.append(evaluate(job.still, state, job.heldout, limit)["loss"])
                 writer.write({"step": done, "eval_loss": losses[-1]})
-                reporter.say(f"evaluation after {done} steps: loss {losses[-1]:.4f}")
+                on = "every held-out token" if last else "a part of the held-out tokens"
+                reporter.say(f"evaluation after {done} steps, {on}: loss {losses[-1]:.4f}")
             if last or (config.checkpoint_every and done % config.checkpoint_every == 0):
                 meta = {"step": done, "skipped": [r["step"] for r in rows if r["skipped"]]}
                 saved[done] = checkpoint.save(folder / "checkpoints", done, par.unpad(state), meta)
@@ -162,13 +181,13 @@ def train(job: Job, folder: pathlib.Path, reporter: Reporter) -> Result:
             par,
             par.init(config.seed),
             batches,
-            tokens=config.data.batch * config.data.seq,
+            tokens=config.data.batch * config.data.sequence,
             rate=functools.partial(optim.learning_rate, config.optimizer, config.steps),
             record=record,
             pauses=pauses,
             pause=pause,
         )
-    prompt, sample = continuation(job, par.unpad(state).params)
+    prompt, sample = continuation(job, state) if config.sample_tokens else ("", "")
     seconds = statistics.median([r["step_seconds"] for r in rows][1:] or [rows[0]["step_seconds"]])
     return Result(
         steps=len(rows),
@@ -176,7 +195,7 @@ def train(job: Job, folder: pathlib.Path, reporter: Reporter) -> Result:
         loss=rows[-1]["loss"],
         eval_loss=losses[-1],
         step_seconds=seconds,
-        tokens_per_second=config.data.batch * config.data.seq / seconds,
+        tokens_per_second=config.data.batch * config.data.sequence / seconds,
         prompt=prompt,
         sample=sample,
         folder=os.fspath(folder),
@@ -245,8 +264,16 @@ def run_steps(
     return state
 
 
-def evaluate(par: Parallel, state: TrainState, heldout: data.HeldOut) -> dict[str, float]:
-    """Mean over all held-out targets of the loss and of every metric: one sum over one weight."""
+def evaluate(
+    par: Parallel, state: TrainState, heldout: data.HeldOut, limit: int | None = None
+) -> dict[str, float]:
+    """Mean over held-out targets of the loss and of every metric: one sum over one weight.
+
+    Args:
+        limit: batches to take, evenly spread over all; all by default.
+    """
+    count = min(limit or len(heldout), len(heldout))
+    chosen = [i * len(heldout) // count for i in range(count)]
     totals: dict[str, np.ndarray] = {}
     pending: Any = None
 
@@ -254,7 +281,7 @@ def evaluate(par: Parallel, state: TrainState, heldout: data.HeldOut) -> dict[st
         for name, pair in jax.device_get(sums or {}).items():
             totals[name] = totals.get(name, 0) + np.asarray(pair, np.float64)
 
-    for batch in data.prefetch(lambda i: par.put(heldout.batch(i)), range(len(heldout))):
+    for batch in data.prefetch(lambda i: par.put(heldout.batch(i)), chosen):
         sums = par.evaluate(state, batch)
         add(pending)
         pending = sums
@@ -262,13 +289,19 @@ def evaluate(par: Parallel, state: TrainState, heldout: data.HeldOut) -> dict[st
     return {name: float(total / weight) for name, (total, weight) in totals.items()}
 
 
-def continuation(job: Job, params: Any) -> tuple[str, str]:
+def continuation(job: Job, state: TrainState) -> tuple[str, str]:
     """The end of a held-out text, and what the model writes after it."""
     config = job.config
     # All parameters on one device: the built-in models that train on what is here fit on one.
     device = job.par.mesh.jax_mesh.devices.flat[0]
-    params = jax.device_put(params, device)
+    params = jax.device_put(job.par.unpad(state).params, device)
     logits = jax.jit(functools.partial(decoder.next_token_logits, config.model))
-    prompt = job.heldout.tokens[: config.data.seq]
-    out = generate(lambda t: logits(params, t), prompt, config.sample_tokens, seed=config.seed)
+    prompt = job.heldout.tokens[: config.data.sequence]
+    out = generate(
+        lambda tokens: logits(params, tokens),
+        prompt,
+        config.sample_tokens,
+        temperature=_TEMPERATURE,
+        seed=config.seed,
+    )
     return data.decode(prompt[-120:]), data.decode(out)

@@ -51,17 +51,15 @@ class Result:
     def __str__(self) -> str:
         skipped = f", {self.skipped} of them skipped" if self.skipped else ""
         bits = self.eval_loss / math.log(2)
-        return "\n".join(
-            [
-                f"{self.steps} steps{skipped}: training loss {self.loss:.4f}",
-                f"evaluation loss {self.eval_loss:.4f} nats ({bits:.3f} bits) a token",
-                f"step {self.step_seconds:.3f} s, {self.tokens_per_second:,.0f} tokens/s (median)",
-                "a held-out text, and how the model goes on (after the mark >>>):",
-                *(f"  | {line}" for line in _shown(f"{self.prompt}>>>{self.sample}")),
-                f"run folder {self.folder}",
-                f"checkpoint {self.checkpoint}",
-            ]
-        )
+        lines = [
+            f"{self.steps} steps{skipped}: training loss {self.loss:.4f}",
+            f"evaluation loss {self.eval_loss:.4f} nats ({bits:.3f} bits) a token",
+            f"step {self.step_seconds:.3f} s, {self.tokens_per_second:,.0f} tokens/s (median)",
+        ]
+        if self.sample:
+            lines.append("a held-out text, and how the model goes on (after the mark >>>):")
+            lines += [f"  | {line}" for line in _shown(f"{self.prompt}>>>{self.sample}")]
+        return "\n".join([*lines, f"run folder {self.folder}", f"checkpoint {self.checkpoint}"])
 
 
 def _shown(text: str) -> list[str]:

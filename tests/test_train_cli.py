@@ -1,0 +1,189 @@
+"""The command line end to end: a small run on 8 simulated devices, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxpar import checkpoint, config, data
+from jaxpar.layout import Layout
+from jaxpar.train import loop, metrics
+from jaxpar.train.report import Reporter
+
+ROOT = pathlib.Path(__file__).parent.parent
+STEPS = 7
+FLAGS = [
+    *("--layers", "2", "--embed", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"),
+    *("--mlp", "64", "--vocab", "257", "--sequence", "32", "--batch", "16", "--dropout", "0.1"),
+    *("--steps", str(STEPS), "--warmup-steps", "2", "--learning-rate", "0.01"),
+    *("--eval-every", "3", "--eval-batches", "1", "--checkpoint-every", "5"),
+    *("--sample-tokens", "9", "--microbatches", "2", "--zero", "3", "--mesh", "4x2"),
+]
+
+
+def command(*args: str, module: str = "train") -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
+    return subprocess.run(
+        [sys.executable, "-m", f"jaxpar.{module}", *args],
+        cwd=ROOT,
+        env={**env, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {i} of a text to learn from\n" for i in range(2000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, text) -> tuple[pathlib.Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    done = command(*FLAGS, "--source", str(text), "--run-dir", str(folder))
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_output_says_what_was_done(run) -> None:
+    folder, done = run
+    out = done.stdout
+    assert "simulating 8 devices on this CPU" in out
+    assert "257 -> 258 for model=2" in out  # the layout table
+    assert f"step {STEPS}/{STEPS}  loss " in out
+    assert "tokens/s" in out
+    assert "evaluation after 3 steps" in out
+    assert "evaluation loss" in out
+    assert ">>>" in out
+    assert f"run folder {folder}" in out
+
+
+def test_the_run_folder_holds_what_scripts_rely_on(run) -> None:
+    folder, _ = run
+    names = {p.name for p in folder.iterdir()}
+    assert names == {"config.yaml", "layout.json", "metrics.jsonl", "tensorboard", "checkpoints"}
+    assert checkpoint.steps(folder / "checkpoints") == [5, STEPS]
+    assert list((folder / "tensorboard").glob("*tfevents*"))
+    kept = config.from_yaml(folder / "config.yaml")
+    assert kept == config.load([*FLAGS, "--source", kept.data.source, "--run-dir", str(folder)])
+
+
+def test_metrics_have_one_row_a_step_and_learn(run) -> None:
+    folder, _ = run
+    rows = metrics.read(folder / "metrics.jsonl")
+    steps = [r for r in rows if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(STEPS))
+    wanted = ("grad_norm", "learning_rate", "step_seconds", "tokens_per_second", "skipped")
+    assert all(isinstance(r[name], int | float) for r in steps for name in wanted)
+    np.testing.assert_allclose([r["learning_rate"] for r in steps[:2]], [0.005, 0.01])
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    evaluations = [r for r in rows if "eval_loss" in r]
+    assert [r["step"] for r in evaluations] == [3, 6, STEPS]
+    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
+
+
+def test_the_layout_in_the_folder_is_the_one_that_ran(run) -> None:
+    folder, _ = run
+    kept = Layout.from_json((folder / "layout.json").read_text())
+    built = loop.build(config.from_yaml(folder / "config.yaml")).layout
+    assert kept.rows == tuple(sorted(built.rows, key=kept.rows.index))
+    assert kept.bytes_per_device() == built.bytes_per_device()
+
+
+def test_its_checkpoint_gives_the_same_evaluation_on_another_mesh(run) -> None:
+    """Cases T1 and C1: 257 tokens padded to 258 over 2, and to 260 over 4; no dropout in either."""
+    folder, _ = run
+    kept = config.from_yaml(folder / "config.yaml")
+    kept = dataclasses.replace(kept, mesh="2x4", zero=1)
+    job = loop.prepare(kept)
+    true, meta = checkpoint.restore(folder / "checkpoints", checkpoint.true_state(job.par))
+    assert meta == {"step": STEPS, "skipped": []}
+    assert true.params["embed"]["tokens"].shape == (257, 32)
+    state = job.par.pad(true)
+    assert int(state.step) == STEPS
+    got = loop.evaluate(job.still, state, job.heldout)["loss"]
+    rows = metrics.read(folder / "metrics.jsonl")
+    assert got == pytest.approx(rows[-1]["eval_loss"], rel=1e-5)
+
+
+def test_a_used_run_folder_is_refused_and_left_alone(run, text) -> None:
+    folder, _ = run
+    before = (folder / "metrics.jsonl").read_bytes()
+    done = command(*FLAGS, "--source", str(text), "--run-dir", str(folder))
+    assert done.returncode == 2
+    assert "is not empty" in done.stderr
+    assert "--overwrite" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_overwriting_keeps_the_old_run_where_the_new_one_cannot_start(run) -> None:
+    folder, _ = run
+    flags = [*FLAGS, "--run-dir", str(folder), "--overwrite", "--source", "absent.txt"]
+    done = command(*flags)
+    assert done.returncode == 2
+    assert "absent.txt" in done.stderr
+    assert checkpoint.steps(folder / "checkpoints") == [5, STEPS]
+
+
+@pytest.mark.parametrize("module", ["train", "bench"])
+def test_an_unknown_flag_exits_2_and_names_the_nearest(module) -> None:
+    first = ["step"] if module == "bench" else []
+    begin = time.perf_counter()
+    done = command(*first, "--meshh", "4x2", module=module)
+    assert time.perf_counter() - begin < 2
+    assert done.returncode == 2
+    assert "--meshh" in done.stderr
+    assert "did you mean --mesh?" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_show_layout_prints_it_without_compiling_or_a_folder(tmp_path) -> None:
+    done = command("--preset", "llama3-8b", "--show", "layout", "--run-dir", str(tmp_path / "r"))
+    assert done.returncode == 0, done.stderr
+    assert "8,030,261,248 parameters on data=4 x model=2" in done.stdout
+    assert "blocks/attention/query" in done.stdout
+    assert not (tmp_path / "r").exists()
+
+
+def test_one_compilation_in_a_run_with_pauses(tmp_path, text) -> None:
+    kept = config.load([*FLAGS, "--source", str(text), "--dropout", "0", "--sample-tokens", "0"])
+    job = loop.prepare(kept)
+    result = loop.train(job, tmp_path / "run", Reporter(STEPS, out=io.StringIO()))
+    assert job.par.cache_size() == 1
+    assert job.still is job.par
+    assert result.steps == STEPS
+    assert result.sample == ""
+
+
+def test_a_token_outside_the_vocabulary_stops_the_run_by_name(tmp_path) -> None:
+    """Case T11, through the thread that prefetches, before anything is compiled."""
+    kept = config.load([*FLAGS, "--sample-tokens", "0"])
+    tokens = np.full(16 * 32 + 1, 7)  # one batch
+    tokens[33] = 300
+    shape = {"seq": 32, "rows": 16, "vocab": 257}
+    windows = data.Windows(tokens=tokens, seed=0, **shape)
+    heldout = data.HeldOut(tokens=tokens[:32], **shape)
+    par = loop.build(kept)
+    job = loop.Job(config=kept, par=par, still=par, windows=windows, heldout=heldout)
+    with pytest.raises(data.DataError, match=r"batch 0, row \d+: .* is 300, outside"):
+        loop.train(job, tmp_path / "run", Reporter(STEPS, out=io.StringIO()))
+
+
+def test_bench_measures_a_step(text) -> None:
+    done = command("step", *FLAGS, "--repeats", "3", "--warmup", "1", module="bench")
+    assert done.returncode == 0, done.stderr
+    for part in ("mesh", "s median", "tokens", "MFU", "not known", "ms a step", "resident"):
+        assert part in done.stdout
