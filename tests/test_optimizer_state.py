@@ -12,7 +12,7 @@ from optax import contrib
 from jaxpar.layout import Layout
 from jaxpar.mesh import make_mesh
 from jaxpar.optimizer_state import LARGE
-from jaxpar.rules import Leaf, LayoutError, Rules
+from jaxpar.rules import LayoutError, Leaf, Rules
 
 SHAPES = {
     "embed": {"tokens": (64, 32)},
@@ -36,9 +36,7 @@ MASK = {"embed": {"tokens": False}, "blocks": {"up": True, "down": True, "norm":
 
 
 def frozen_embedding() -> optax.GradientTransformation:
-    return optax.multi_transform(
-        {"adam": optax.adamw(1e-3), "frozen": optax.set_to_zero()}, FREEZE
-    )
+    return optax.multi_transform({"adam": optax.adamw(1e-3), "frozen": optax.set_to_zero()}, FREEZE)
 
 
 OPTIMIZERS = {
@@ -76,7 +74,7 @@ def _is_row(x: Any) -> bool:
     return isinstance(x, Leaf)
 
 
-# ---- optax itself says which leaf belongs to which parameter ---------------------------------------
+# ---- optax itself says which leaf belongs to which parameter -----------------------------------
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
@@ -124,7 +122,9 @@ def test_frozen_parameters_have_no_state():
 def test_state_follows_the_masters_dtype():
     rows = state_rows(optax.adam(1e-3), param_dtype="bfloat16", master_dtype="float32")
     assert rows["0/nu/blocks/up"].dtype == "float32"
-    assert state_rows(optax.adam(1e-3), param_dtype="bfloat16")["0/nu/blocks/up"].dtype == "bfloat16"
+    assert (
+        state_rows(optax.adam(1e-3), param_dtype="bfloat16")["0/nu/blocks/up"].dtype == "bfloat16"
+    )
 
 
 def test_padded_parameters_have_padded_moments():
@@ -134,7 +134,7 @@ def test_padded_parameters_have_padded_moments():
     assert (row.shape, row.stored) == ((65, 32), (68, 32))
 
 
-# ---- factored moments ------------------------------------------------------------------------------
+# ---- factored moments --------------------------------------------------------------------------
 
 
 def test_factored_moments_keep_the_dimensions_that_are_left():
@@ -164,7 +164,9 @@ def test_zero_splits_factored_moments_over_data():
 def test_square_matrices_drop_the_dimension_that_optax_averages():
     """Shapes alone cannot tell rows from columns of a square; optax's rule can."""
     params = {"w": jax.ShapeDtypeStruct((2, 64, 64), jnp.float32)}
-    rules = Rules([("w", ("layers", "in", "out"))], axes={"layers": None, "in": None, "out": "model"})
+    rules = Rules(
+        [("w", ("layers", "in", "out"))], axes={"layers": None, "in": None, "out": "model"}
+    )
     optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=32)
     rows = state_rows(optimizer, params, rules)
     # The row is the mean over the last of the two largest dimensions, the column over the other.
@@ -191,7 +193,7 @@ def test_factored_optimizers_refuse_padded_parameters(smallest):
     assert layout(optax.adafactor(1e-3, min_dim_size_to_factor=smallest)).bytes_per_device() > 0
 
 
-# ---- whose it is -----------------------------------------------------------------------------------
+# ---- whose it is -------------------------------------------------------------------------------
 
 
 def test_a_parameter_named_like_a_field_of_the_state_takes_nothing_of_others():
@@ -257,7 +259,7 @@ def test_random_keys_among_the_parameters_are_refused():
         layout(optax.adam(1e-3), params, rules)
 
 
-# ---- real arrays -----------------------------------------------------------------------------------
+# ---- real arrays -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.axes import AXES
-from jaxpar.rules import Leaf, LayoutError, Rule, Rules, paths_of, sizes_of
+from jaxpar.rules import LayoutError, Leaf, Rule, Rules, paths_of, sizes_of
 
 
 def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -54,7 +54,7 @@ def rows(tree: Any) -> dict[str, Leaf]:
     return {leaf.path: leaf for leaf in flat}
 
 
-# ---- what a leaf says ----------------------------------------------------------------------------
+# ---- what a leaf says --------------------------------------------------------------------------
 
 
 def test_each_leaf_has_its_dimensions_axes_role_and_rule():
@@ -106,7 +106,9 @@ def test_an_axis_of_size_one_changes_only_its_own_dimension(axis):
     """R6, R8: the other axes of the same array stay."""
     mesh = {"data": 2, "model": 4, "stage": 2, "context": 2, "expert": 2, "replica": 2, axis: 1}
     other = "model" if axis != "model" else "data"
-    leaf = leaves(mesh=mesh, axes={"mlp": other, "embed": axis, "vocab": None})["blocks"]["mlp"]["up"]
+    leaf = leaves(mesh=mesh, axes={"mlp": other, "embed": axis, "vocab": None})["blocks"]["mlp"][
+        "up"
+    ]
     assert leaf.spec == ((), (), (other,))
     assert axis not in leaf.copies(mesh)
 
@@ -120,7 +122,7 @@ def test_random_keys_count_their_words():
         assert not leaf.floating
 
 
-# ---- ways out that are asked for ------------------------------------------------------------------
+# ---- ways out that are asked for ---------------------------------------------------------------
 
 
 def test_pad_stores_more_rows_and_says_so():
@@ -148,7 +150,7 @@ def test_a_way_out_changes_nothing_where_the_size_divides(way):
     assert leaves(**{way: ("vocab",)}) == leaves()
 
 
-# ---- refusals --------------------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------
 
 
 def test_a_size_that_does_not_divide_is_named_with_the_sizes_that_do():
@@ -235,12 +237,15 @@ def test_all_that_is_wrong_comes_in_one_message_of_at_most_ten():
 
 
 def test_the_largest_of_many_unmatched_leaves_is_shown_first():
-    shapes = {f"small{i}": shaped(4) for i in range(20)} | {"zz": shaped(1000, 1000), "a": shaped(8)}
+    shapes = {f"small{i}": shaped(4) for i in range(20)} | {
+        "zz": shaped(1000, 1000),
+        "a": shaped(8),
+    }
     message = refusal(shapes, entries=[("a", ("mlp",))])
     assert message.startswith("zz (1000, 1000) matches no rule")
 
 
-# ---- any pytree ------------------------------------------------------------------------------------
+# ---- any pytree --------------------------------------------------------------------------------
 
 
 class Net(nnx.Module):
@@ -287,7 +292,11 @@ def test_flax_nnx_paths_do_not_show_the_variable():
 
 def test_a_flax_nnx_state_of_leaves_keeps_its_structure():
     _, state = nnx.split(Net(nnx.Rngs(0)), nnx.Param)
-    entries = [(".*kernel", ("embed", "mlp")), ("layers/.*/bias", ("mlp",)), ("norm/.*", ("embed",))]
+    entries = [
+        (".*kernel", ("embed", "mlp")),
+        ("layers/.*/bias", ("mlp",)),
+        ("norm/.*", ("embed",)),
+    ]
     tree = leaves(state, entries=entries)
     assert jax.tree.structure(tree) == jax.tree.structure(state)
     assert tree["layers"][1]["kernel"].get_value().spec == ((), ("model",))
@@ -335,7 +344,7 @@ def test_a_mesh_is_a_mapping_or_an_object_with_sizes():
     assert sizes_of({"model": 4}) == dict.fromkeys(AXES, 1) | {"model": 4}
 
 
-# ---- for all shapes, meshes and rules --------------------------------------------------------------
+# ---- for all shapes, meshes and rules ----------------------------------------------------------
 
 DIMS = ("a", "b", "c")
 
@@ -355,7 +364,7 @@ def problems(draw: st.DrawFn) -> tuple[Any, ...]:
 
 @given(problems())
 def test_every_part_is_a_whole_fraction_or_the_dimension_is_named(problem):
-    """Split exactly where it divides; else padded by less than one part a device, kept, or refused."""
+    """Split where it divides; else padded by less than one row a device, kept, or refused."""
     shape, sizes, axes, options = problem
     dims = DIMS[: len(shape)]
     rules = Rules([("w", dims)], axes=axes, **options)

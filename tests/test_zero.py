@@ -28,7 +28,7 @@ def split(shape: tuple[int, ...], dims: tuple[str, ...], **sizes: int) -> tuple[
     return shard(leaf(shape, dims, **sizes), sizes).spec
 
 
-# ---- which dimension -------------------------------------------------------------------------------
+# ---- which dimension ---------------------------------------------------------------------------
 
 
 def test_the_largest_dimension_that_divides_is_split():
@@ -69,7 +69,7 @@ def test_parts_that_fill_tpu_tiles_come_before_larger_dimensions():
     assert split((2, 1024, 8192), ("layers", "embed", "mlp"), data=64) == ((), (), ("data",))
 
 
-# ---- which axes ------------------------------------------------------------------------------------
+# ---- which axes --------------------------------------------------------------------------------
 
 
 def test_split_over_every_axis_along_which_it_is_a_copy():
@@ -120,7 +120,8 @@ def test_one_dimension_over_all_its_axes_or_whole_with_the_reason(problem):
     count = math.prod(sizes[a] for a in axes)
     changed = [i for i, (a, b) in enumerate(zip(before.spec, after.spec, strict=True)) if a != b]
     can = [
-        i for i, (d, n) in enumerate(zip(before.dims, before.local(sizes), strict=True))
+        i
+        for i, (d, n) in enumerate(zip(before.dims, before.local(sizes), strict=True))
         if d != "layers" and n % count == 0
     ]
     assert after.stored == before.stored
@@ -137,7 +138,7 @@ def test_one_dimension_over_all_its_axes_or_whole_with_the_reason(problem):
         assert not set(SHARDED_OVER) & set(after.copies(sizes))
 
 
-# ---- what lives where ------------------------------------------------------------------------------
+# ---- what lives where --------------------------------------------------------------------------
 
 SHAPES = {
     "up": jax.ShapeDtypeStruct((5, 24_000, 31_250), jnp.float32),

@@ -1,0 +1,137 @@
+"""The command line: defaults, then ``--config FILE``, then flags; every field of every config is a flag.
+
+The standard library's parser, filled from the dataclasses: an unknown flag or a wrong value is one line that names the
+nearest, and nothing heavier than YAML is imported before it is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxpar.config.schema import SECTIONS, ConfigError, RunConfig, from_yaml, nearest, preset
+from jaxpar.config.validation import validate
+
+
+def parse(
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str = "python -m jaxpar.train",
+    description: str = "Train a decoder on any data x model mesh.",
+) -> RunConfig:
+    """The config of a command line: defaults, then ``--config FILE``, then flags.
+
+    Exits 2, with one line on stderr, on an unknown flag (naming the nearest), a wrong value, a bad file or an invalid
+    combination; exits 0 after ``--help``.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        config = load(argv, prog=prog, description=description)
+        check_environment(os.environ)
+        validate(config)
+    except ValueError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from error
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+
+def load(argv: Sequence[str], *, prog: str = "jaxpar", description: str = "") -> RunConfig:
+    """Like `parse`, raising `ConfigError` instead of exiting, and not yet validated."""
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False, formatter_class=_Help)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the keys below; flags win over it")
+    homes: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
+    groups = [("", "run", RunConfig), *((s, s, c) for s, c in SECTIONS.items())]
+    for section, title, kind in groups:
+        group = parser.add_argument_group(title, (kind.__doc__ or "").strip())
+        docs = _field_docs(kind)
+        for field in dataclasses.fields(kind):
+            if field.name in SECTIONS and not section:
+                continue
+            homes[field.name] = (section, field)
+            _add_flag(group, field, docs[field.name])
+    for arg in argv:
+        flag = arg.partition("=")[0]
+        if arg.startswith("--") and flag not in parser._option_string_actions:
+            known = [f for f in parser._option_string_actions if f.startswith("--")]
+            raise ConfigError(f"unknown flag {flag}{nearest(flag, known)}")
+    given = vars(parser.parse_args(argv))
+    path = given.pop("config", None)
+    config = from_yaml(path) if path else RunConfig()
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in given.items():
+        changes.setdefault(homes[name][0], {})[name] = value
+    model = changes.get("model", {})
+    if "preset" in model:
+        changes["model"] = {**preset(model["preset"], "--preset"), **model}
+    sections = {s: dataclasses.replace(getattr(config, s), **c) for s, c in changes.items() if s}
+    return dataclasses.replace(config, **changes.get("", {}), **sections)
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.HelpFormatter):
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=34, width=100)
+
+
+def _add_flag(group: Any, field: dataclasses.Field[Any], doc: str) -> None:
+    kind = str(field.type).replace(" | None", "")
+    default = field.default
+    shown = f"{doc} [{default}]" if default is not None else doc
+    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": shown.replace("%", "%%")}
+    if kind == "bool":
+        options["action"] = argparse.BooleanOptionalAction
+    elif kind.startswith("Literal"):
+        values = [v.strip() for v in kind[len("Literal[") : -1].split(",")]
+        numbers = all(v.isdigit() for v in values)
+        options["choices"] = [int(v) if numbers else v.strip("\"'") for v in values]
+        options["type"] = int if numbers else str
+    else:
+        options["type"] = {"int": int, "float": float, "str": str}[kind]
+        options["metavar"] = {"int": "N", "float": "X", "str": "TEXT"}[kind]
+        if "None" in str(field.type) and kind != "str":
+            options["type"] = _or_none(options["type"])
+    group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
+
+def _or_none(kind: type) -> Any:
+    def convert(text: str) -> Any:
+        return None if text.lower() == "none" else kind(text)
+
+    convert.__name__ = f"{kind.__name__} or none"
+    return convert
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
+    docs = {}
+    for field, after in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+            docs[field.target.id] = ast.literal_eval(after.value)  # pyright: ignore[reportAttributeAccessIssue]
+    return docs
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Refuse environment variables that would be ignored or would abort the process.
+
+    Raises:
+        ConfigError: a JAXPAR_ variable (there are none), or an XLA flag without its dashes: XLA ends the process on it.
+    """
+    for name in environ:
+        if name.startswith("JAXPAR_"):
+            flag = "--" + name[len("JAXPAR_") :].lower().replace("_", "-")
+            raise ConfigError(f"environment variable {name} means nothing to jaxpar; use the flag {flag} if there is one")
+    for token in environ.get("XLA_FLAGS", "").split():
+        if not token.startswith("--") and not Path(token).is_file():
+            raise ConfigError(f"XLA_FLAGS holds {token!r}, which is not a --flag; XLA would abort the process on it")
