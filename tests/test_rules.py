@@ -2,6 +2,7 @@
 
 import math
 import re
+import types
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -145,6 +146,13 @@ def test_replicate_keeps_that_dimension_whole_and_says_so():
     assert tree["up"].spec == ((), ("model",))
 
 
+def test_replicate_gives_up_every_axis_of_the_dimension():
+    """A half that divides would put the heads on other devices than the rules say."""
+    axes = {"kv_heads": ("stage", "model")}
+    rules = Rules([("key", ("kv_heads",))], axes=axes, replicate=("kv_heads",))
+    assert rules.leaves({"key": shaped(2)}, {"stage": 2, "model": 2})["key"].spec == ((),)
+
+
 @pytest.mark.parametrize("way", ["pad", "replicate"])
 def test_a_way_out_changes_nothing_where_the_size_divides(way):
     assert leaves(**{way: ("vocab",)}) == leaves()
@@ -206,7 +214,7 @@ REFUSED = {
     ),
     "unknown role": ({"entries": [("a", ("mlp",), "matrx")]}, ["'matrx'", "matrix"]),
     "bad pattern": ({"entries": [("a(", ("mlp",))]}, ["'a('", "not a regular expression"]),
-    "unknown axis of the mesh": ({"mesh": {"modle": 2}}, ["'modle'", "'model'"]),
+    "unknown axis of the mesh": ({"mesh": {"modl": 2}}, ["'modl'", "'model'"]),
     "not an array": (
         {"entries": [(".*", ("mlp",))], "shapes": {"a": shaped(8), "act": jnp.tanh}},
         ["act is a", "not an array", "equinox.partition"],
@@ -259,20 +267,14 @@ class Pair(NamedTuple):
     second: Any
 
 
-@jax.tree_util.register_pytree_node_class
 class Bare:
     """A node without key names: JAX numbers its children."""
 
     def __init__(self, *children: Any):
         self.children = children
 
-    def tree_flatten(self):
-        return self.children, None
 
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
+jax.tree_util.register_pytree_node(Bare, lambda b: (b.children, None), lambda _, c: Bare(*c))
 
 NNX_PATHS = [
     *(f"layers/{i}/{name}" for i in (0, 1) for name in ("bias", "kernel")),
@@ -337,10 +339,8 @@ def test_a_single_array_has_the_empty_path():
 
 
 def test_a_mesh_is_a_mapping_or_an_object_with_sizes():
-    class HasSizes:
-        sizes = dict.fromkeys(AXES, 1) | {"model": 4, "data": 2}
-
-    assert leaves(mesh=HasSizes()) == leaves()
+    sizes = dict.fromkeys(AXES, 1) | {"model": 4, "data": 2}
+    assert leaves(mesh=types.SimpleNamespace(sizes=sizes)) == leaves()
     assert sizes_of({"model": 4}) == dict.fromkeys(AXES, 1) | {"model": 4}
 
 

@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--repeats", type=int, default=20, metavar="N", help="steps timed (%(default)s)"
     )
+    parser.add_argument("--each", action="store_true", help="print the seconds of every step as well")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     own, rest = parser.parse_known_args(argv)
     if own.warmup < 0 or own.repeats < 1:
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jaxpar.bench.step import bench_step
 
         print(announce(config.devices), file=sys.stderr, flush=True)
-        result = bench_step(config, warmup=own.warmup, repeats=own.repeats)
+        result = bench_step(config, warmup=own.warmup, repeats=own.repeats, each=own.each)
     except ValueError as error:
         return refuse(error)
     print(json.dumps(dataclasses.asdict(result)) if own.json else result)

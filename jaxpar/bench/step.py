@@ -89,12 +89,15 @@ class StepBench:
         return "\n".join(f"{name:<12} {value}" for name, value in rows.items())
 
 
-def bench_step(config: configs.RunConfig, *, warmup: int, repeats: int) -> StepBench:
+def bench_step(
+    config: configs.RunConfig, *, warmup: int, repeats: int, each: bool = False
+) -> StepBench:
     """Measure the train step of a config.
 
     Args:
         warmup: steps that do not count.
         repeats: steps that do.
+        each: print the seconds of every step as it is done.
 
     Raises:
         MeshError, LayoutError, ValueError: as `jaxpar.train.loop.build`.
@@ -111,11 +114,13 @@ def bench_step(config: configs.RunConfig, *, warmup: int, repeats: int) -> StepB
     jax.block_until_ready(metrics)
     first = time.perf_counter() - begin
     seconds = []
-    for _ in range(warmup + repeats):
+    for i in range(warmup + repeats):
         begin = time.perf_counter()
         state, metrics = par.step(state, batch)
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - begin)
+        if each:
+            print(f"completed step: {i}, seconds: {seconds[-1]:.4f}", flush=True)
     seconds = seconds[warmup:]
     median = statistics.median(seconds)
     tokens = shape[0] * shape[1]

@@ -56,9 +56,7 @@ def make(
 def init(config: ModelConfig, rng: Key[Array, ""]) -> dict[str, Any]:
     """Random float32 parameters; the layers are stacked along dimension 0 of every leaf of ``blocks``."""
     table, position, blocks, head = jax.random.split(rng, 4)
-    std = config.embed**-0.5 if config.tied else 1.0
-    if config.style == "gpt2":
-        std = 0.02
+    std = 0.02 if config.tied or config.style == "gpt2" else 1.0
     shape = (config.vocab, config.embed)
     params: dict[str, Any] = {
         "embed": {"tokens": std * jax.random.normal(table, shape, jnp.float32)},
@@ -72,17 +70,17 @@ def init(config: ModelConfig, rng: Key[Array, ""]) -> dict[str, Any]:
         params["embed"]["positions"] = 0.01 * jax.random.normal(position, shape, jnp.float32)
     if not config.tied:
         shape = (config.embed, config.vocab)
-        kernel = config.embed**-0.5 * jax.random.normal(head, shape, jnp.float32)
-        params["head"] = {"kernel": kernel}
+        # Small, so that the first loss is that of a uniform guess, log(vocab).
+        params["head"] = {"kernel": 0.02 * jax.random.normal(head, shape, jnp.float32)}
     return params
 
 
 def rules_for(config: ModelConfig) -> Rules:
     """Names of every dimension, and which of them `model` splits (Megatron-LM, arXiv:1909.08053 section 3)."""
-    a, n = "blocks/attention", r"(blocks/)?(attention_norm|mlp_norm|final_norm)"
+    a = "blocks/attention"
     entries: list[tuple[Any, ...]] = [
         ("embed/tokens", ("vocab", "embed"), "embedding"),
-        (rf"blocks/(attention|mlp)_norm/scale", ("layers", "embed"), "norm"),
+        (r"blocks/(attention|mlp)_norm/scale", ("layers", "embed"), "norm"),
         ("final_norm/scale", ("embed",), "norm"),
         (f"{a}/query", ("layers", "embed", "heads", "head_dim")),
         (f"{a}/(key|value)", ("layers", "embed", "kv_heads", "head_dim")),

@@ -1,0 +1,239 @@
+"""Config files and presets: what wins over what, what a file may hold and why one is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar import config as configs
+from jaxpar.config import PRESETS, ConfigError, RunConfig, from_dict, from_yaml, to_dict, to_yaml
+
+pytestmark = pytest.mark.core
+
+SHIPPED = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+def parse(*argv: str) -> RunConfig:
+    return configs.parse(argv)
+
+
+def refusal(path: str) -> str:
+    """What a file is refused with."""
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(path)
+    return str(caught.value)
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+# ---- what wins ----------------------------------------------------------------------------------
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path) -> None:
+    path = written(
+        tmp_path, "steps: 40\nmesh: '8'\nmodel: {preset: gpt2, layers: 3}\ndata: {batch: 8}\n"
+    )
+    config = parse("--config", path, "--batch", "16", "--heads", "6", "--kv-heads", "6")
+    assert (config.steps, config.mesh, config.data.batch) == (40, "8", 16)
+    assert (config.model.layers, config.model.heads) == (3, 6)
+    assert config.model.embed == PRESETS["gpt2"]["embed"]
+    assert config.data.sequence == RunConfig().data.sequence
+
+
+def test_a_preset_flag_replaces_the_shape_of_the_file(tmp_path) -> None:
+    path = written(tmp_path, "model: {preset: gpt2, layers: 3}\n")
+    config = parse("--config", path, "--preset", "peer", "--embed", "64")
+    assert config.model.preset == "peer"
+    assert config.model.layers == PRESETS["peer"]["layers"]
+    assert config.model.embed == 64
+
+
+def test_defaults_are_the_toy_preset() -> None:
+    model = dataclasses.asdict(RunConfig().model)
+    assert model == {"preset": "toy", **PRESETS["toy"]}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_gives_every_field_of_a_model(name) -> None:
+    assert set(PRESETS[name]) == {f.name for f in dataclasses.fields(configs.ModelConfig)} - {
+        "preset"
+    }
+    assert from_dict({"model": {"preset": name}}).model == configs.ModelConfig(
+        preset=name, **PRESETS[name]
+    )
+
+
+# Parameters as their authors' checkpoints hold them.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_published_number_of_parameters(name) -> None:
+    assert parameters(PRESETS[name]) == PUBLISHED[name]
+
+
+def test_the_toy_has_about_a_million_parameters() -> None:
+    assert 0.5e6 < parameters(PRESETS["toy"]) < 1.5e6
+
+
+def parameters(shape: dict[str, typing.Any]) -> int:
+    """Closed form of the decoder's parameter count."""
+    layers, embed, mlp, vocab = (shape[n] for n in ("layers", "embed", "mlp", "vocab"))
+    heads, kv_heads, size = (shape[n] for n in ("heads", "kv_heads", "head_dim"))
+    gpt2 = shape["style"] == "gpt2"
+    attention = embed * size * (heads + 2 * kv_heads) + heads * size * embed
+    feed_forward = embed * mlp * (2 if gpt2 else 3)
+    norm = embed * (2 if gpt2 else 1)
+    biases = size * (heads + 2 * kv_heads) + embed + mlp + embed if gpt2 else 0
+    tables = vocab * embed * (1 if shape["tied"] else 2) + (
+        shape["positions"] * embed if gpt2 else 0
+    )
+    return layers * (attention + feed_forward + 2 * norm + biases) + norm + tables
+
+
+# ---- YAML ---------------------------------------------------------------------------------------
+
+
+def values(hint: typing.Any) -> st.SearchStrategy[typing.Any]:
+    """Anything that a field of this type may hold."""
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return st.builds(hint, **{name: values(kind) for name, kind in hints.items()})
+    if typing.get_origin(hint) is typing.Literal:
+        return st.sampled_from(typing.get_args(hint))
+    if hint is float:
+        return st.floats(allow_nan=False)
+    if hint is int:
+        return st.integers(-(2**63), 2**63 - 1)
+    if hint in (bool, str, type(None)):
+        return st.from_type(hint)
+    return st.one_of([values(kind) for kind in typing.get_args(hint)])
+
+
+def named_presets(config: RunConfig, name: str) -> RunConfig:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, preset=name))
+
+
+any_config = st.builds(named_presets, values(RunConfig), st.sampled_from(list(PRESETS)))
+
+
+@given(config=any_config)
+def test_yaml_gives_back_every_config(tmp_path_factory, config) -> None:
+    path = tmp_path_factory.getbasetemp() / "roundtrip.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert from_yaml(path) == config
+
+
+@given(config=any_config)
+def test_a_config_is_plain_data(config) -> None:
+    assert from_dict(to_dict(config)) == config
+    json.dumps(to_dict(RunConfig()))
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "hint"),
+    [
+        ("meshh: 4x2", "meshh", "did you mean mesh?"),
+        ("stpes: 3", "stpes", "did you mean steps?"),
+        ("model: {layer: 3}", "model.layer", "did you mean layers?"),
+        ("optimizer: {learning_rat: 1.0}", "optimizer.learning_rat", "did you mean learning_rate?"),
+        ("layers: 3", "layers", "it belongs under 'model'"),
+        ("learning_rate: 1.0", "learning_rate", "it belongs under 'optimizer'"),
+        ("batch: 3", "batch", "it belongs under 'data'"),
+        ("1: 3", "1", ""),
+    ],
+)
+def test_an_unknown_key_names_file_key_and_nearest(tmp_path, text, key, hint) -> None:
+    path = written(tmp_path, text)
+    message = refusal(path)
+    assert path in message
+    assert f"unknown key {key}" in message
+    assert hint in message
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("steps: true", "steps"),
+        ("steps: 1.5", "steps"),
+        ("steps: many", "steps"),
+        ("steps: null", "steps"),
+        ("steps: [1]", "steps"),
+        ("mesh: 8", "mesh"),
+        ("overwrite: 1", "overwrite"),
+        ("overwrite: 'yes'", "overwrite"),
+        ("zero: 4", "zero"),
+        ("zero: true", "zero"),
+        ("precision: bf17", "precision"),
+        ("clip_norm: false", "clip_norm"),
+        ("optimizer: {learning_rate: fast}", "optimizer.learning_rate"),
+        ("optimizer: {optimizer: adam}", "optimizer.optimizer"),
+        ("model: {layers: '4'}", "model.layers"),
+        ("model: 3", "model"),
+        ("model: null", "model"),
+    ],
+)
+def test_a_wrong_type_names_file_and_key(tmp_path, text, key) -> None:
+    path = written(tmp_path, text)
+    message = refusal(path)
+    assert path in message
+    assert re.search(rf"\b{re.escape(key)}\b", message.replace(path, ""))
+
+
+def test_whole_numbers_are_floats_too() -> None:
+    assert from_dict({"clip_norm": 1}).clip_norm == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: [", "is not YAML"),
+        ("[1, 2]", "a mapping of keys to values, not list"),
+        ("words", "a mapping of keys to values, not str"),
+        ("model: {preset: gptt2}", "preset 'gptt2' is unknown; did you mean gpt2?"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path, text, expected) -> None:
+    path = written(tmp_path, text)
+    message = refusal(path)
+    assert path in message
+    assert expected in message
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path) -> None:
+    assert "No such file" in refusal(str(tmp_path / "none.yaml"))
+    assert "directory" in refusal(str(tmp_path))
+
+
+def test_an_empty_file_is_the_defaults(tmp_path) -> None:
+    assert parse("--config", written(tmp_path, "# nothing\n")) == RunConfig()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_a_shipped_config_is_valid(path) -> None:
+    config = parse("--config", str(path))
+    assert config.model.preset == path.stem
+
+
+def test_every_large_preset_is_shipped() -> None:
+    shipped = {path.stem for path in SHIPPED}
+    assert shipped == {"toy", "peer", "gpt2", "llama3-8b", "llama3-70b", "llama3-405b"}
