@@ -30,7 +30,7 @@ lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/codespell
 	$(VENV)/bin/lint-imports --no-logo
-	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/basedpyright --pythonpath $(VENV)/bin/python
 
 $(VENV)/ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11 or newer on the path; none was found"; exit 1; }

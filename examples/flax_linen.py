@@ -1,6 +1,6 @@
 """A Flax Linen model: its `init` and `apply` are already functions of a dict of parameters.
 
-    python examples/flax_linen.py
+python examples/flax_linen.py
 """
 
 import os
@@ -62,7 +62,9 @@ def main() -> None:
         x = data.normal(size=(64, 16)).astype(np.float32)
         state, metrics = par.step(state, {"x": x, "y": x @ truth})
         if step % 20 == 0 or step == 99:
-            print(f"step {step:3}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}")
+            print(
+                f"step {step:3}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}"
+            )
 
 
 if __name__ == "__main__":

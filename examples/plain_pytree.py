@@ -56,7 +56,9 @@ def main() -> None:
         x = data.normal(size=(64, 16)).astype(np.float32)
         state, metrics = par.step(state, {"x": x, "y": x @ truth})
         if step % 20 == 0 or step == 99:
-            print(f"step {step:3}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}")
+            print(
+                f"step {step:3}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}"
+            )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,9 @@ __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'jaxpar' has no attribute {name!r}; it has {', '.join(_HOME)}")
+        raise AttributeError(
+            f"module 'jaxpar' has no attribute {name!r}; it has {', '.join(_HOME)}"
+        )
     value = getattr(importlib.import_module(f"jaxpar.{_HOME[name]}"), name)
     globals()[name] = value
     return value

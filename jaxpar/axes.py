@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 
 AXES = ("replica", "stage", "data", "expert", "context", "model")
 """Every axis in placement order, slowest network first."""
@@ -37,7 +38,9 @@ def parse_mesh(text: str, devices: int | None) -> dict[str, int]:
     >>> sizes["data"], sizes["model"], sizes["stage"]
     (4, 2, 1)
     """
-    sizes = dict.fromkeys(AXES, 1)
+    if devices is not None and devices < 1:
+        raise MeshError(f"mesh {text} on {devices} devices: a mesh needs at least one")
+    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     sizes.update(_named(text) if "=" in text else _short(text))
     wild = [name for name, size in sizes.items() if size == -1]
     if len(wild) > 1:
@@ -45,7 +48,9 @@ def parse_mesh(text: str, devices: int | None) -> dict[str, int]:
     known = math.prod(size for size in sizes.values() if size != -1)
     if wild:
         if devices is None:
-            raise MeshError(f"mesh {text} leaves {wild[0]} open, and the number of devices is not known; write it out")
+            raise MeshError(
+                f"mesh {text} leaves {wild[0]} open, and the number of devices is not known; write it out"
+            )
         if devices % known:
             raise MeshError(
                 f"mesh {text}: {known} does not divide the {devices} devices that are visible; {_fitting(devices)} fit"
@@ -53,7 +58,9 @@ def parse_mesh(text: str, devices: int | None) -> dict[str, int]:
         sizes[wild[0]] = devices // known
     elif devices is not None and known != devices:
         verb = "is" if devices == 1 else "are"
-        raise MeshError(f"mesh {text} needs {known} devices and {devices} {verb} visible; {_fitting(devices)} fit")
+        raise MeshError(
+            f"mesh {text} needs {known} devices and {devices} {verb} visible; {_fitting(devices)} fit"
+        )
     return sizes
 
 
@@ -89,10 +96,8 @@ def _named(text: str) -> dict[str, int]:
 
 
 def _size(text: str, name: str, mesh: str) -> int:
-    try:
-        size = int(text)
-    except ValueError:
-        size = 0
+    # int() alone would also take 1_0, +4 and digits of other scripts.
+    size = int(text) if re.fullmatch(r"-?[0-9]+", text) else 0
     if size < 1 and size != -1:
         raise MeshError(
             f"mesh {mesh!r}: {name} is {text!r}; sizes are whole numbers from 1, or -1 for what is left. "

@@ -45,9 +45,7 @@ def constrain(x: Any, *dims: str | tuple[str, ...] | None) -> Any:
     automatic = [
         n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Auto
     ]
-    entries = [
-        _of(automatic, (d,) if isinstance(d, str) else d or ()) or None for d in dims
-    ]
+    entries = [_of(automatic, (d,) if isinstance(d, str) else d or ()) or None for d in dims]
     if not any(entries):
         return x
     return lax.with_sharding_constraint(x, PartitionSpec(*entries))
@@ -107,7 +105,11 @@ def around_model(function: Any, specs: tuple[PartitionSpec, ...], out: Partition
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def gather_parameter(
-    shard: Float[Array, "..."], axes: tuple[str, ...], dim: int, compute_dtype: Any, reduce_dtype: Any
+    shard: Float[Array, "..."],
+    axes: tuple[str, ...],
+    dim: int,
+    compute_dtype: Any,
+    reduce_dtype: Any,
 ) -> Float[Array, "..."]:
     """The whole parameter in `compute_dtype` from its shard; its gradient is reduce-scattered in `reduce_dtype`.
 
@@ -118,7 +120,9 @@ def gather_parameter(
 
 
 def _gather_forward(shard, axes, dim, compute_dtype, reduce_dtype):
-    return gather_parameter(shard, axes, dim, compute_dtype, reduce_dtype), jnp.zeros((0,), shard.dtype)
+    return gather_parameter(shard, axes, dim, compute_dtype, reduce_dtype), jnp.zeros(
+        (0,), shard.dtype
+    )
 
 
 def _gather_backward(axes, dim, compute_dtype, reduce_dtype, like, cotangent):

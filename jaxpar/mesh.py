@@ -18,6 +18,7 @@ placement, slowest network first:   replica > stage > data > expert > context > 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -58,11 +59,11 @@ class Mesh:
 
     def size(self, *names: str) -> int:
         """Number of devices along the named logical axes together."""
-        return math.prod(self.sizes[name] for name in names)
+        return math.prod(self.sizes[name] for name in _known(names))
 
     def physical(self, *names: str) -> tuple[str, ...]:
         """Physical axis names of the logical axes `names`, in their order."""
-        return tuple(itertools.chain.from_iterable(self.axes[name] for name in names))
+        return tuple(itertools.chain.from_iterable(self.axes[name] for name in _known(names)))
 
     def spec(self, dims: Spec) -> PartitionSpec:
         """PartitionSpec of an array whose dimension i is split over the logical axes `dims[i]`."""
@@ -98,6 +99,15 @@ class Mesh:
         return "\n".join(lines)
 
 
+def _known(names: Sequence[str]) -> Sequence[str]:
+    for name in names:
+        if name not in AXES:
+            near = difflib.get_close_matches(name, AXES, 1, 0.4)
+            hint = f"did you mean {near[0]}?" if near else f"the axes are {', '.join(AXES)}"
+            raise MeshError(f"unknown mesh axis {name!r}; {hint}")
+    return names
+
+
 def make_mesh(
     spec: str | Mapping[str, int] = "-1",
     *,
@@ -122,13 +132,18 @@ def make_mesh(
 
         devices = abstract_devices(topology)
     devices = list(jax.devices() if devices is None else devices)
+    if len(set(devices)) != len(devices):
+        twice = next(d for d in devices if devices.count(d) > 1)
+        raise MeshError(f"device {twice} is given twice; a mesh holds each device once")
     text = spec if isinstance(spec, str) else ",".join(f"{k}={v}" for k, v in spec.items())
-    sizes = parse_mesh(text, len(devices))
+    sizes = parse_mesh(text or "data=1", len(devices))
     present = [name for name in AXES if sizes[name] > 1]
     grid = _torus(devices)
-    parts = _assign(grid.shape, {name: sizes[name] for name in present})
+    slices = len({getattr(d, "slice_index", 0) or 0 for d in devices})
+    cut = slices > 1 and grid.ndim > 1  # the first dimension leaves the slice
+    parts = _assign(grid.shape, {name: sizes[name] for name in present}, cut)
     names, shape, order, factors = [], [], [], [[] for _ in grid.shape]
-    axes: dict[str, tuple[str, ...]] = {name: () for name in AXES}
+    axes: dict[str, tuple[str, ...]] = dict.fromkeys(AXES, ())
     for name in present:
         own = []
         for i, (dim, size) in enumerate(parts[name]):
@@ -176,17 +191,19 @@ def _as_array(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _assign(
-    torus: tuple[int, ...], sizes: Mapping[str, int]
+    torus: tuple[int, ...], sizes: Mapping[str, int], cut: bool
 ) -> dict[str, list[tuple[int, int]]]:
     """Which factors of which network dimensions make up each logical axis.
 
     Slow axes take slow dimensions; an axis takes whole dimensions where their product is its size, else it splits
-    one. Returns name -> [(dimension, factor), ...], slowest first.
+    one. With `cut` the first dimension joins slices: an axis takes of it only what does not fit inside a slice.
+    Returns name -> [(dimension, factor), ...], slowest first.
     """
     left = list(torus)
     out: dict[str, list[tuple[int, int]]] = {}
     for name in reversed(list(sizes)):  # fastest axis first: it takes the innermost dimension
-        out[name] = _take(left, sizes[name])
+        inside = math.prod(left[1:]) % sizes[name] == 0
+        out[name] = _take(left, sizes[name], int(cut and inside))
         for dim, factor in out[name]:
             left[dim] //= factor
     # Factors of one dimension were taken innermost first; `make_mesh` lists them outermost first because it walks
@@ -194,8 +211,8 @@ def _assign(
     return {name: out[name] for name in sizes}
 
 
-def _take(left: list[int], size: int) -> list[tuple[int, int]]:
-    dims = [d for d in range(len(left)) if left[d] > 1]
+def _take(left: list[int], size: int, first: int) -> list[tuple[int, int]]:
+    dims = [d for d in range(first, len(left)) if left[d] > 1]
     for count in range(1, len(dims) + 1):
         for combo in sorted(itertools.combinations(dims, count), reverse=True):
             if math.prod(left[d] for d in combo) == size:

@@ -19,14 +19,13 @@ import optax
 from jaxpar import precision as precisions
 from jaxpar import remat as remat_policies
 from jaxpar import zero as zero_stages
+from jaxpar.batch import with_row_ids
 from jaxpar.layout import Layout
 from jaxpar.mesh import Mesh
 from jaxpar.placement import SMALL, Mover, place
-from jaxpar.rules import Leaf, LayoutError, Rules
+from jaxpar.rules import Leaf, Rules
 from jaxpar.staged import BLOCKS, Staged
 from jaxpar.step import Program, TrainState
-
-_EXECUTE = "this mesh is of abstract devices: it can lower and compile, not run"
 
 
 def parallelize(
@@ -49,7 +48,7 @@ def parallelize(
 
     Args:
         loss: ``loss_fn(params, batch, rng) -> (summed_loss, weight, metrics)`` over the rows of one shard, or a
-            `Staged` model. Sums, not means; a metric is a (sum, weight) pair.
+            `Staged` model. Sums, not means; a metric is a (sum, weight) pair; `rng` is None in evaluation.
         init_or_shapes: ``init(rng) -> params``, or a pytree of arrays or ShapeDtypeStructs (bring the values with
             `Parallel.load`).
         optimizer: any optax transformation, or a function of the `Layout` that makes one (for a decay mask by role).
@@ -72,16 +71,22 @@ def parallelize(
         raise ValueError(f"microbatches {microbatches}; at least 1")
     for axis in ("stage", "expert", "context"):
         if mesh.size(axis) > 1:
-            raise ValueError(f"mesh axis {axis}={mesh.size(axis)} is not run by this version; use size 1")
+            raise ValueError(
+                f"mesh axis {axis}={mesh.size(axis)} is not run by this version; use size 1"
+            )
     if schedule is not None:
         raise ValueError("a pipeline schedule needs a stage axis, which is not run by this version")
     remat_policies.check(remat)
     kind = precisions.named(precision, reduce_dtype)
-    if kind.update == "float64" and not jax.config.jax_enable_x64:
+    if kind.update == "float64" and not jax.config.read("jax_enable_x64"):
         raise ValueError("precision float64 needs jax.config.update('jax_enable_x64', True)")
     init = init_or_shapes if callable(init_or_shapes) else None
-    shapes = jax.eval_shape(init, jax.random.key(0)) if init else jax.eval_shape(lambda: init_or_shapes)
-    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, _stored(s.dtype, kind.params)), shapes)
+    shapes = (
+        jax.eval_shape(init, jax.random.key(0)) if init else jax.eval_shape(lambda: init_or_shapes)
+    )
+    shapes = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, _stored(s.dtype, kind.params)), shapes
+    )
     leaves = rules.leaves(shapes, mesh)
     staged = isinstance(loss, Staged)
     # Where the compiler splits over `model`, a dimension that it splits cannot be scattered by hand as well: the two
@@ -98,12 +103,16 @@ def parallelize(
         master_dtype=kind.masters,
         combine=combine,
     )
-    if not hasattr(optimizer, "update"):
-        optimizer = optimizer(build(optimizer=None))
-    layout = build(optimizer=optimizer)
+    if isinstance(optimizer, optax.GradientTransformation):
+        made = optimizer
+    else:
+        made = optimizer(build(optimizer=None))
+    layout = build(optimizer=made)
     flat, treedef = jax.tree.flatten(leaves, is_leaf=lambda x: isinstance(x, Leaf))
     if staged and (not isinstance(shapes, Mapping) or BLOCKS not in shapes):
-        raise ValueError(f"a Staged model needs a dict of parameters with stacked leaves under {BLOCKS!r}")
+        raise ValueError(
+            f"a Staged model needs a dict of parameters with stacked leaves under {BLOCKS!r}"
+        )
     placements = tuple(
         place(
             leaf.path,
@@ -127,7 +136,7 @@ def parallelize(
         placements=placements,
         mover=Mover(mesh=mesh, manual=manual, precision=kind),
         mesh=mesh,
-        optimizer=optimizer,
+        optimizer=made,
         microbatches=microbatches,
         remat=remat,
         clip_norm=clip_norm,
@@ -163,7 +172,9 @@ class Parallel:
     @functools.cached_property
     def shardings(self) -> TrainState:
         """NamedSharding of every leaf of the state."""
-        split = functools.partial(jax.tree.map, lambda leaf: self.mesh.sharding(leaf.spec), is_leaf=_is_leaf)
+        split = functools.partial(
+            jax.tree.map, lambda leaf: self.mesh.sharding(leaf.spec), is_leaf=_is_leaf
+        )
         whole = self.mesh.sharding()
         return TrainState(
             step=whole,
@@ -179,7 +190,9 @@ class Parallel:
         """Shape, dtype and sharding of every leaf of the state."""
 
         def leaf(x: Leaf) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.stored, jnp.dtype(x.dtype), sharding=self.mesh.sharding(x.spec))
+            return jax.ShapeDtypeStruct(
+                x.stored, jnp.dtype(x.dtype), sharding=self.mesh.sharding(x.spec)
+            )
 
         def scalar(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self.mesh.sharding())
@@ -201,7 +214,9 @@ class Parallel:
         Values do not depend on the mesh. `rng`: a key or a seed.
         """
         if self._init is None:
-            raise ValueError("parallelize was given shapes, not an initialiser: bring values with load(params)")
+            raise ValueError(
+                "parallelize was given shapes, not an initialiser: bring values with load(params)"
+            )
         key = jax.random.key(rng) if isinstance(rng, int | np.integer) else rng
         return jax.jit(self._first, out_shardings=self.shardings)(key)
 
@@ -217,7 +232,9 @@ class Parallel:
     def load(self, params: Any, rng: Any = 0) -> TrainState:
         """A first state with these parameters, of true shapes."""
         key = jax.random.key(rng) if isinstance(rng, int | np.integer) else rng
-        make = jax.jit(lambda p, k: self._state(p, jax.random.key_data(k)), out_shardings=self.shardings)
+        make = jax.jit(
+            lambda p, k: self._state(p, jax.random.key_data(k)), out_shardings=self.shardings
+        )
         return make(params, key)
 
     def _state(self, params: Any, rng: Any) -> TrainState:
@@ -241,13 +258,19 @@ class Parallel:
     @staticmethod
     def _pad(tree: Any, leaves: Any) -> Any:
         def one(x: Any, leaf: Leaf) -> Any:
-            widths = [(0, stored - true) for stored, true in zip(leaf.stored, leaf.shape, strict=True)]
+            widths = [
+                (0, stored - true) for stored, true in zip(leaf.stored, leaf.shape, strict=True)
+            ]
             return jnp.pad(x, widths) if any(w for _, w in widths) else x
 
         return jax.tree.map(one, tree, leaves)
 
     def _trees(self) -> list[tuple[str, Any]]:
-        return [("params", self.layout.params), ("masters", self.layout.masters), ("opt_state", self.layout.opt_state)]
+        return [
+            ("params", self.layout.params),
+            ("masters", self.layout.masters),
+            ("opt_state", self.layout.opt_state),
+        ]
 
     def unpad(self, state: TrainState) -> TrainState:
         """The state with every leaf in its true shape, as checkpoints hold it."""
@@ -255,7 +278,9 @@ class Parallel:
         def one(x: Any, leaf: Leaf) -> Any:
             return x if leaf.shape == leaf.stored else x[tuple(slice(0, n) for n in leaf.shape)]
 
-        new = {n: jax.tree.map(one, getattr(state, n), t) for n, t in self._trees() if t is not None}
+        new = {
+            n: jax.tree.map(one, getattr(state, n), t) for n, t in self._trees() if t is not None
+        }
         return dataclasses.replace(state, **new)
 
     def pad(self, state: TrainState) -> TrainState:
@@ -271,41 +296,19 @@ class Parallel:
 
     def abstract_batch(self, shapes: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape, dtype and sharding of a global batch; `shapes`: arrays or ShapeDtypeStructs of all its rows."""
-        shapes = self._rows(shapes)
-        sharding = self._batch_sharding
         return {
-            k: jax.ShapeDtypeStruct(np.shape(v) if not hasattr(v, "shape") else v.shape, v.dtype, sharding=sharding)
-            for k, v in shapes.items()
+            k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self._batch_sharding)
+            for k, v in with_row_ids(shapes, self.mesh, self.program.microbatches).items()
         }
 
     @functools.cached_property
     def _batch_sharding(self) -> jax.sharding.NamedSharding:
         return jax.sharding.NamedSharding(self.mesh.jax_mesh, self.mesh.batch_spec())
 
-    def _rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        if not isinstance(batch, Mapping):
-            raise TypeError(f"a batch is a dict of arrays whose first dimension is rows, not {type(batch).__name__}")
-        counts = {k: (v.shape[0] if getattr(v, "shape", ()) else None) for k, v in batch.items()}
-        if len(set(counts.values())) != 1 or None in counts.values():
-            raise ValueError(f"every array of a batch has the same number of rows first; here {counts}")
-        rows = next(iter(counts.values()))
-        parts = self.mesh.size(*self.mesh.batch_axes) * self.program.microbatches
-        if rows % parts:
-            names = [f"{a}={self.mesh.size(a)}" for a in self.mesh.batch_axes if self.mesh.size(a) > 1]
-            names += [f"microbatches={self.program.microbatches}"] if self.program.microbatches > 1 else []
-            low = rows // parts * parts
-            near = f"{low} or {low + parts}" if low else f"{parts}"
-            raise ValueError(f"batch {rows} does not divide by {' x '.join(names)}; {near} would")
-        out = dict(batch)
-        if "row_id" not in out:
-            abstract = any(isinstance(v, jax.ShapeDtypeStruct) for v in batch.values())
-            ids = jax.ShapeDtypeStruct((rows,), jnp.int32) if abstract else np.arange(rows, dtype=np.int32)
-            out["row_id"] = ids
-        return out
-
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """A global host batch on the devices, rows split over the batch axes; adds ``row_id`` if absent."""
-        return jax.device_put(self._rows(batch), self._batch_sharding)
+        rows = with_row_ids(batch, self.mesh, self.program.microbatches)
+        return jax.device_put(rows, self._batch_sharding)
 
     # ---- programs -------------------------------------------------------------------------------------------------
 
@@ -321,7 +324,9 @@ class Parallel:
             out_shardings=(self.shardings, self.mesh.sharding()),
         )
 
-    def step(self, state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(
+        self, state: TrainState, batch: Mapping[str, Any]
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; `state` is donated. Metrics: loss, weight, grad_norm, skipped and the loss's own.
 
         Compiles at the first call, and again only for a batch of other shapes.
@@ -344,21 +349,29 @@ class Parallel:
     def _evaluate(self) -> Any:
         return jax.jit(self.program.evaluate, out_shardings=self.mesh.sharding())
 
-    def evaluate(self, state: TrainState, batch: Mapping[str, Any]) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """name -> (sum, weight) over all rows; ``"loss"`` among them. Add them up over batches, then divide."""
-        return self._evaluate(state.params, self.put(batch), state.rng)
+    def evaluate(
+        self, state: TrainState, batch: Mapping[str, Any]
+    ) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """name -> (sum, weight) over all rows; ``"loss"`` among them. Add them up over batches, then divide.
+
+        The loss gets ``rng=None``: no dropout."""
+        return self._evaluate(state.params, self.put(batch))
 
     @functools.cached_property
     def _gradients(self) -> Any:
         def run(state: TrainState, batch: Any) -> Any:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-            grads, sums, norm = self.program.gradients(state.params, batch, jax.random.key_data(key))
+            grads, sums, norm = self.program.gradients(
+                state.params, batch, jax.random.key_data(key)
+            )
             loss, weight = sums["loss"]
             return loss / jnp.maximum(weight, 1), norm, grads
 
         return jax.jit(run)
 
-    def gradients(self, state: TrainState, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array, Any]:
+    def gradients(
+        self, state: TrainState, batch: Mapping[str, Any]
+    ) -> tuple[jax.Array, jax.Array, Any]:
         """(mean loss, global gradient norm, gradient of the mean loss in true shapes), without an update."""
         loss, norm, grads = self._gradients(state, self.put(batch))
 

@@ -23,8 +23,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar.collectives import all_gather, around_model, gather_parameter, reduce_scatter
-from jaxpar.collectives import scatter_gradient
+from jaxpar.collectives import (
+    all_gather,
+    around_model,
+    gather_parameter,
+    reduce_scatter,
+    scatter_gradient,
+)
 from jaxpar.mesh import Mesh, Spec
 from jaxpar.precision import Precision
 
@@ -145,7 +150,9 @@ class Mover:
 
         return around_model(move, (spec,), spec)(x)
 
-    def scatter_at_use(self, p: Placement, whole: jax.Array, shard: jax.Array, *, layer: bool) -> jax.Array:
+    def scatter_at_use(
+        self, p: Placement, whole: jax.Array, shard: jax.Array, *, layer: bool
+    ) -> jax.Array:
         """`whole` in the compute dtype; its gradient goes to `shard`."""
         axes, dim = self.mesh.physical(*p.axes), p.dim - layer
         spec = self._automatic(p.base, int(layer))

@@ -48,12 +48,22 @@ class Precision:
 PRECISIONS = {
     p.name: p
     for p in (
-        Precision(name="float32", params="float32", compute="float32", masters=None, reduce="float32"),
-        Precision(name="bf16", params="float32", compute="bfloat16", masters=None, reduce="bfloat16"),
         Precision(
-            name="bf16_params", params="bfloat16", compute="bfloat16", masters="float32", reduce="bfloat16"
+            name="float32", params="float32", compute="float32", masters=None, reduce="float32"
         ),
-        Precision(name="float64", params="float64", compute="float64", masters=None, reduce="float64"),
+        Precision(
+            name="bf16", params="float32", compute="bfloat16", masters=None, reduce="bfloat16"
+        ),
+        Precision(
+            name="bf16_params",
+            params="bfloat16",
+            compute="bfloat16",
+            masters="float32",
+            reduce="bfloat16",
+        ),
+        Precision(
+            name="float64", params="float64", compute="float64", masters=None, reduce="float64"
+        ),
     )
 }
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpar import remat as remat_policies
@@ -51,7 +52,7 @@ def staged_loss(
     layer: Callable[[Any], Any],
     stack: Any,
     batch: Any,
-    rng: jax.Array,
+    rng: jax.Array | None,
     *,
     remat: str,
     gathers: bool,
@@ -63,6 +64,7 @@ def staged_loss(
             never gathered for it.
         layer: turns one slice of `stack` into the parameters of one layer.
         stack: pytree with leaves (L, ...).
+        rng: key of this step, or None in evaluation, which is then what the functions get.
         gathers: whether `layer` communicates, so that its result is not kept for the backward pass.
     """
 
@@ -72,9 +74,12 @@ def staged_loss(
 
     if gathers:
         embed = remat_policies.wrap(embed, "none", gathers=True)
-    x = embed(batch, jax.random.fold_in(rng, 0))
-    count = jax.tree.leaves(stack)[0].shape[0]
-    keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jax.numpy.arange(1, count + 1))
+    first = keys = None
+    if rng is not None:
+        count = jax.tree.leaves(stack)[0].shape[0]
+        first = jax.random.fold_in(rng, 0)
+        keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(1, count + 1))
+    x = embed(batch, first)
 
     def body(carry, parts):
         params, key = parts

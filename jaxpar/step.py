@@ -78,7 +78,7 @@ class Program:
     placements: tuple[Placement, ...]
     mover: Mover
     mesh: Mesh
-    optimizer: optax.GradientTransformation | None
+    optimizer: optax.GradientTransformation
     microbatches: int
     remat: str
     clip_norm: float | None
@@ -111,10 +111,15 @@ class Program:
             return self.mover.scatter_at_use(p, held, x, layer=layer)
         return self.mover.cast(x)
 
-    def _loss(self, variables: list[Any], held: list[Any], batch: Any, rng: Any) -> tuple[Any, Any, Any]:
+    def _loss(
+        self, variables: list[Any], held: list[Any], batch: Any, rng: Any
+    ) -> tuple[Any, Any, Any]:
         """(summed loss, weight, metrics) of one microbatch of this shard."""
         if not isinstance(self.loss, Staged):
-            whole = [self._use(i, x, h, layer=False) for i, (x, h) in enumerate(zip(variables, held, strict=True))]
+            whole = [
+                self._use(i, x, h, layer=False)
+                for i, (x, h) in enumerate(zip(variables, held, strict=True))
+            ]
             function = self.loss
             if self.remat != "none":
                 function = remat_policies.wrap(function, self.remat, gathers=False)
@@ -133,7 +138,10 @@ class Program:
 
         def layer(parts: Any) -> Any:
             own, whole = parts
-            values = {i: self._use(i, x, h, layer=True) for i, x, h in zip(stacked, own, whole, strict=True)}
+            values = {
+                i: self._use(i, x, h, layer=True)
+                for i, x, h in zip(stacked, own, whole, strict=True)
+            }
             return tree(values)[BLOCKS]
 
         stack = ([variables[i] for i in stacked], [held[i] for i in stacked])
@@ -142,7 +150,9 @@ class Program:
             self.loss, outer, layer, stack, batch, rng, remat=self.remat, gathers=moves
         )
 
-    def _checked_loss(self, variables: list[Any], held: list[Any], batch: Any, rng: Any) -> tuple[Any, Any]:
+    def _checked_loss(
+        self, variables: list[Any], held: list[Any], batch: Any, rng: Any
+    ) -> tuple[Any, Any]:
         loss, weight, metrics = self._loss(variables, held, batch, rng)
         wide = jnp.promote_types(loss.dtype, jnp.float32)
         if loss.shape != ():
@@ -168,12 +178,7 @@ class Program:
         axes = self._axes
         # Marked as varying *before* differentiation: else every use of a parameter sums its gradient over the mesh.
         params = varying(params, axes)
-        early = self._early(params)
-        held = [x if p.scatter == "use" and p.gather == "never" else None for p, x in zip(self.placements, early, strict=True)]
-        variables = [
-            x if h is None else self._gradient_shard(p, h)
-            for p, x, h in zip(self.placements, early, held, strict=True)
-        ]
+        variables, held = self._variables(params)
         grad = jax.value_and_grad(self._checked_loss, has_aux=True)
         if self.microbatches == 1:
             (_, sums), grads = grad(variables, held, batch, key)
@@ -187,6 +192,16 @@ class Program:
             squares = squares + jnp.sum(jnp.square(wide)) * self.mover.share(p)
         squares = varying(squares, axes)
         return grads, self._sums(sums), lax.psum(squares, axes) if axes else squares
+
+    def _variables(self, params: list[Any]) -> tuple[list[Any], list[Any]]:
+        """What is differentiated, and the whole parameters beside it where that only collects a gradient."""
+        early = self._early(params)
+        held, variables = [], []
+        for p, x in zip(self.placements, early, strict=True):
+            collects = p.scatter == "use" and p.gather == "never"
+            held.append(x if collects else None)
+            variables.append(self._gradient_shard(p, x) if collects else x)
+        return variables, held
 
     def _gradient_shard(self, p: Placement, x: jax.Array) -> jax.Array:
         """Zeros of a shard's shape, in the dtype of the gradient buffer, that collect a gradient scattered at its use."""
@@ -203,7 +218,9 @@ class Program:
             out.append(self.mover.scatter(p, g) if p.scatter == "microbatch" else g)
         return out
 
-    def _accumulate(self, grad: Any, variables: Any, held: Any, batch: Any, key: Any) -> tuple[list[Any], Any]:
+    def _accumulate(
+        self, grad: Any, variables: Any, held: Any, batch: Any, key: Any
+    ) -> tuple[list[Any], Any]:
         parts = self._microbatches(batch)
 
         def one(micro: Any) -> tuple[list[Any], Any]:
@@ -214,12 +231,16 @@ class Program:
             return jax.tree.map(jnp.add, carry, one(micro)), None
 
         shapes = jax.eval_shape(one, jax.tree.map(lambda a: a[0], parts))
-        zero = jax.tree.map(lambda s: varying(jnp.zeros(s.shape, s.dtype), tuple(varies(s))), shapes)
+        zero = jax.tree.map(
+            lambda s: varying(jnp.zeros(s.shape, s.dtype), tuple(varies(s))), shapes
+        )
         return lax.scan(body, zero, parts)[0]
 
     # ---- the whole-array view ------------------------------------------------------------------------------------
 
-    def _region(self, function: Callable[..., Any], batch: Any, out_specs: Any) -> Callable[..., Any]:
+    def _region(
+        self, function: Callable[..., Any], batch: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         stored = [self.mover.specs(p.stored) for p in self.placements]
         rows = jax.tree.map(lambda _: self.mesh.batch_spec(), batch)
         if not self._axes:
@@ -247,7 +268,9 @@ class Program:
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One optimizer step. The caller jits it, with the state donated and its shardings pinned."""
-        rng = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step))
+        rng = jax.random.key_data(
+            jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+        )
         grads, sums, norm = self.gradients(state.params, batch, rng)
         weight = sums["loss"][1]
         loss = sums["loss"][0] / jnp.maximum(weight, 1)
@@ -266,9 +289,7 @@ class Program:
         stored = jnp.dtype(self.mover.precision.params)
         params = self._restore(jax.tree.map(lambda a: a.astype(stored), new))
         skipped = state.skipped + jnp.where(good, 0, 1).astype(jnp.int32)
-        metrics = {
-            name: total / jnp.maximum(count, 1) for name, (total, count) in sums.items()
-        }
+        metrics = {name: total / jnp.maximum(count, 1) for name, (total, count) in sums.items()}
         metrics |= {"weight": weight, "grad_norm": norm, "skipped": jnp.where(good, 0, 1)}
         return TrainState(
             step=state.step + 1,
@@ -279,19 +300,19 @@ class Program:
             rng=state.rng,
         ), metrics
 
-    def evaluate(self, params: Any, batch: Any, rng: Any) -> Any:
-        """name -> (sum, weight) over all rows, "loss" among them."""
-        flat = self.treedef.flatten_up_to(params)
+    def evaluate(self, params: Any, batch: Any) -> Any:
+        """name -> (sum, weight) over all rows, "loss" among them; the loss gets no random key."""
 
-        def run(params: list[Any], batch: Any, rng: Any) -> Any:
-            key = jax.random.wrap_key_data(rng)
-            early = self._early(varying(params, self._axes))
-            held = [x if p.scatter == "use" and p.gather == "never" else None for p, x in zip(self.placements, early, strict=True)]
-            variables = [x if h is None else self._gradient_shard(p, h) for p, x, h in zip(self.placements, early, held, strict=True)]
-            sums = lax.map(lambda micro: self._checked_loss(variables, held, micro, key)[1], self._microbatches(batch))
+        def run(params: list[Any], batch: Any, rng: None) -> Any:
+            variables, held = self._variables(varying(params, self._axes))
+            sums = lax.map(
+                lambda micro: self._checked_loss(variables, held, micro, rng)[1],
+                self._microbatches(batch),
+            )
             return self._sums(jax.tree.map(lambda a: a.sum(0), sums))
 
-        return self._region(run, batch, PartitionSpec())(flat, batch, rng)
+        flat = self.treedef.flatten_up_to(params)
+        return self._region(run, batch, PartitionSpec())(flat, batch, None)
 
     def _split(self, tree: Any, which: str) -> Any:
         """Ask for each leaf in the split `which` of its placement: slicing a whole leaf costs no communication."""

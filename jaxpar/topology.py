@@ -83,7 +83,9 @@ def abstract_devices(text: str, *, slices: int = 1) -> list[Any]:
                 num_slices=slices,
                 wrap=tuple(bool(_WRAP[name](n)) for n in dims),
             )
-    except Exception as error:  # the plugins raise many types: say which install and shape were asked for
+    except (
+        Exception
+    ) as error:  # the plugins raise many types: say which install and shape were asked for
         extra = "cuda" if name in _GPU else "tpu"
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise MeshError(

@@ -106,6 +106,9 @@ REFUSED = {
     "x": "data is ''; sizes are whole numbers from 1",
     "4x": "model is ''; sizes are whole numbers from 1",
     "4x2.0": "model is '2.0'; sizes are whole numbers from 1",
+    "1_0": "data is '1_0'; sizes are whole numbers from 1",
+    "+8": "data is '+8'; sizes are whole numbers from 1",
+    "\u0668": "sizes are whole numbers from 1",
     "four": "data is 'four'; sizes are whole numbers from 1",
     "data=": "data is ''; sizes are whole numbers from 1",
     "data=4,modl=2": "unknown axis 'modl'; did you mean model?",
@@ -124,6 +127,12 @@ def test_a_bad_text_is_refused_by_name(text) -> None:
         parse_mesh(text, 8)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["1", "-1", "4x2"])
+def test_no_devices_are_refused(text) -> None:
+    with pytest.raises(MeshError, match="on 0 devices: a mesh needs at least one"):
+        parse_mesh(text, 0)
 
 
 def test_nothing_is_inferred_without_a_device_count() -> None:

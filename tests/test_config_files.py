@@ -199,6 +199,19 @@ def test_a_wrong_type_names_file_and_key(tmp_path, text, key) -> None:
     assert re.search(rf"\b{re.escape(key)}\b", message.replace(path, ""))
 
 
+@pytest.mark.parametrize("text", ["3e-4", "3E-4", "3.0e-4", "+3e-4", "0.0003"])
+def test_a_number_with_an_exponent_is_a_number(tmp_path, text) -> None:
+    """YAML 1.1, as PyYAML reads it, takes 3e-4 for text."""
+    path = written(tmp_path, f"optimizer: {{learning_rate: {text}}}\n")
+    assert from_yaml(path).optimizer.learning_rate == 3e-4
+
+
+@pytest.mark.parametrize("text", ["3e-4", "1E5", "0.5", "true", "null", "a: b", " x ", ""])
+def test_text_that_looks_like_something_else_stays_text(tmp_path, text) -> None:
+    config = RunConfig(run_dir=text)
+    assert from_yaml(written(tmp_path, to_yaml(config))) == config
+
+
 def test_whole_numbers_are_floats_too() -> None:
     assert from_dict({"clip_norm": 1}).clip_norm == 1.0
 
@@ -210,6 +223,10 @@ def test_whole_numbers_are_floats_too() -> None:
         ("[1, 2]", "a mapping of keys to values, not list"),
         ("words", "a mapping of keys to values, not str"),
         ("model: {preset: gptt2}", "preset 'gptt2' is unknown; did you mean gpt2?"),
+        ("model: {preset: [gpt2]}", "preset ['gpt2'] is unknown"),
+        ("false", "a mapping of keys to values, not bool"),
+        ("steps: 5\nsteps: 50", "key steps stands twice"),
+        ("data: {batch: 8, batch: 16}", "key batch stands twice"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path, text, expected) -> None:

@@ -96,7 +96,10 @@ def oracle():
 
 def worst(a, b) -> float:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max() / np.abs(np.asarray(y)).max()) for x, y in pairs)
+    return max(
+        float(np.abs(np.asarray(x) - np.asarray(y)).max() / np.abs(np.asarray(y)).max())
+        for x, y in pairs
+    )
 
 
 CASES = [
@@ -136,7 +139,13 @@ def test_equals_one_device(mesh, zero, micro, door, small):
 def test_metrics_are_sums_over_weights():
     params, batch, *_ = oracle()
     par = jaxpar.parallelize(
-        opaque, init, optax.sgd(1.0), mesh=mesh_of("4x2"), rules=rules(), precision="float64", microbatches=2
+        opaque,
+        init,
+        optax.sgd(1.0),
+        mesh=mesh_of("4x2"),
+        rules=rules(),
+        precision="float64",
+        microbatches=2,
     )
     _, metrics = par.step(par.load(params), batch)
     error = jnp.square(_forward(params, batch) - batch["y"]).sum(-1) * batch["weight"]
@@ -156,8 +165,15 @@ def test_evaluation_does_not_depend_on_accumulation_or_mesh():
     params, batch, loss, *_ = oracle()
     for mesh, micro in (("8x1", 1), ("4x2", 4), ("2x4", 2)):
         par = jaxpar.parallelize(
-            STAGED, init, optax.sgd(1.0), mesh=mesh_of(mesh), rules=rules(), zero=2, microbatches=micro,
-            precision="float64", small=0,
+            STAGED,
+            init,
+            optax.sgd(1.0),
+            mesh=mesh_of(mesh),
+            rules=rules(),
+            zero=2,
+            microbatches=micro,
+            precision="float64",
+            small=0,
         )
         total, weight = par.evaluate(par.load(params), batch)["loss"]
         assert abs(total / weight - loss) < 1e-12
@@ -170,7 +186,14 @@ def test_clipping_uses_the_global_norm_once():
     expected = jax.tree.map(lambda p, g: p - g * (0.1 / norm), params, grads)
     for mesh in MESHES:
         par = jaxpar.parallelize(
-            opaque, init, optax.sgd(1.0), mesh=mesh_of(mesh), rules=rules(), zero=1, precision="float64", clip_norm=0.1
+            opaque,
+            init,
+            optax.sgd(1.0),
+            mesh=mesh_of(mesh),
+            rules=rules(),
+            zero=1,
+            precision="float64",
+            clip_norm=0.1,
         )
         state, metrics = par.step(par.load(params), batch)
         assert abs(metrics["grad_norm"] - norm) < 1e-11
@@ -186,7 +209,10 @@ OPTIMIZERS = {
     "accumulating chain": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
     "frozen embedding": lambda: optax.multi_transform(
         {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()},
-        lambda p: {k: jax.tree.map(lambda _: "freeze" if k == "embed" else "train", v) for k, v in p.items()},
+        lambda p: {
+            k: jax.tree.map(lambda _: "freeze" if k == "embed" else "train", v)
+            for k, v in p.items()
+        },
     ),
 }
 
@@ -220,10 +246,19 @@ def test_state_of_every_stage_takes_the_bytes_that_the_layout_says():
     """Z1: moments are shards, not whole arrays on device 0."""
     for mesh, zero in itertools.product(("8x1", "4x2", "replica=2,data=2,model=2"), (0, 1, 2, 3)):
         par = jaxpar.parallelize(
-            opaque, init, optax.adam(1e-2), mesh=mesh_of(mesh), rules=rules(), zero=zero, precision="float32"
+            opaque,
+            init,
+            optax.adam(1e-2),
+            mesh=mesh_of(mesh),
+            rules=rules(),
+            zero=zero,
+            precision="float32",
         )
         state = par.init(0)
-        for tree, leaves in ((state.params, par.layout.params), (state.opt_state, par.layout.opt_state)):
+        for tree, leaves in (
+            (state.params, par.layout.params),
+            (state.opt_state, par.layout.opt_state),
+        ):
             for x, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(leaves), strict=True):
                 sizes = {s.data.nbytes for s in x.addressable_shards}
                 assert sizes == {leaf.bytes_per_device(par.mesh.sizes)}, leaf.path
@@ -233,9 +268,21 @@ def test_state_of_every_stage_takes_the_bytes_that_the_layout_says():
 def test_initial_parameters_do_not_depend_on_the_mesh():
     """O6: bitwise, for every mesh and stage."""
     first = None
-    for mesh, zero in (("1", 0), ("8x1", 3), ("4x2", 1), ("2x4", 3), ("replica=2,data=2,model=2", 2)):
+    for mesh, zero in (
+        ("1", 0),
+        ("8x1", 3),
+        ("4x2", 1),
+        ("2x4", 3),
+        ("replica=2,data=2,model=2", 2),
+    ):
         par = jaxpar.parallelize(
-            opaque, init, optax.adam(1e-2), mesh=mesh_of(mesh), rules=rules(), zero=zero, precision="float32"
+            opaque,
+            init,
+            optax.adam(1e-2),
+            mesh=mesh_of(mesh),
+            rules=rules(),
+            zero=zero,
+            precision="float32",
         )
         got = jax.tree.map(np.asarray, par.init(7).params)
         first = first or got
@@ -247,7 +294,13 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counts():
     """G8."""
     params, batch, *_ = oracle()
     par = jaxpar.parallelize(
-        opaque, init, optax.adam(1e-2), mesh=mesh_of("4x2"), rules=rules(), zero=1, precision="float64"
+        opaque,
+        init,
+        optax.adam(1e-2),
+        mesh=mesh_of("4x2"),
+        rules=rules(),
+        zero=1,
+        precision="float64",
     )
     state, _ = par.step(par.load(params), batch)
     kept = jax.tree.map(np.asarray, (state.params, state.opt_state))
@@ -255,7 +308,11 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counts():
     state, metrics = par.step(state, bad)
     assert metrics["skipped"] == 1
     assert int(state.skipped) == 1 and int(state.step) == 2
-    assert jax.tree.all(jax.tree.map(np.array_equal, kept, jax.tree.map(np.asarray, (state.params, state.opt_state))))
+    assert jax.tree.all(
+        jax.tree.map(
+            np.array_equal, kept, jax.tree.map(np.asarray, (state.params, state.opt_state))
+        )
+    )
     state, metrics = par.step(state, batch)
     assert metrics["skipped"] == 0 and np.isfinite(metrics["loss"])
 
@@ -263,7 +320,9 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counts():
 @pytest.mark.core
 def test_a_batch_that_does_not_divide_is_an_error_that_names_what_would():
     """R2."""
-    par = jaxpar.parallelize(opaque, init, optax.sgd(1.0), mesh=mesh_of("4x2"), rules=rules(), precision="float64")
+    par = jaxpar.parallelize(
+        opaque, init, optax.sgd(1.0), mesh=mesh_of("4x2"), rules=rules(), precision="float64"
+    )
     with pytest.raises(ValueError, match="batch 19 does not divide by data=4; 16 or 20 would"):
         par.put({"x": np.zeros((19, 8))})
 

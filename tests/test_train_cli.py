@@ -8,7 +8,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -113,7 +112,7 @@ def test_its_checkpoint_gives_the_same_evaluation_on_another_mesh(run) -> None:
     assert true.params["embed"]["tokens"].shape == (257, 32)
     state = job.par.pad(true)
     assert int(state.step) == STEPS
-    got = loop.evaluate(job.still, state, job.heldout)["loss"]
+    got = loop.evaluate(job.par, state, job.heldout)["loss"]
     rows = metrics.read(folder / "metrics.jsonl")
     assert got == pytest.approx(rows[-1]["eval_loss"], rel=1e-5)
 
@@ -141,9 +140,7 @@ def test_overwriting_keeps_the_old_run_where_the_new_one_cannot_start(run) -> No
 @pytest.mark.parametrize("module", ["train", "bench"])
 def test_an_unknown_flag_exits_2_and_names_the_nearest(module) -> None:
     first = ["step"] if module == "bench" else []
-    begin = time.perf_counter()
     done = command(*first, "--meshh", "4x2", module=module)
-    assert time.perf_counter() - begin < 2
     assert done.returncode == 2
     assert "--meshh" in done.stderr
     assert "did you mean --mesh?" in done.stderr
@@ -163,7 +160,6 @@ def test_one_compilation_in_a_run_with_pauses(tmp_path, text) -> None:
     job = loop.prepare(kept)
     result = loop.train(job, tmp_path / "run", Reporter(STEPS, out=io.StringIO()))
     assert job.par.cache_size() == 1
-    assert job.still is job.par
     assert result.steps == STEPS
     assert result.sample == ""
 
@@ -177,7 +173,7 @@ def test_a_token_outside_the_vocabulary_stops_the_run_by_name(tmp_path) -> None:
     windows = data.Windows(tokens=tokens, seed=0, **shape)
     heldout = data.HeldOut(tokens=tokens[:32], **shape)
     par = loop.build(kept)
-    job = loop.Job(config=kept, par=par, still=par, windows=windows, heldout=heldout)
+    job = loop.Job(config=kept, par=par, windows=windows, heldout=heldout)
     with pytest.raises(data.DataError, match=r"batch 0, row \d+: .* is 300, outside"):
         loop.train(job, tmp_path / "run", Reporter(STEPS, out=io.StringIO()))
 

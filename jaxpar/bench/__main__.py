@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--repeats", type=int, default=20, metavar="N", help="steps timed (%(default)s)"
     )
-    parser.add_argument("--each", action="store_true", help="print the seconds of every step as well")
+    parser.add_argument(
+        "--each", action="store_true", help="print the seconds of every step as well"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     own, rest = parser.parse_known_args(argv)
     if own.warmup < 0 or own.repeats < 1:

@@ -214,9 +214,9 @@ def device_bytes(par: Parallel) -> dict[str, int] | None:
         "aliased": "alias_size_in_bytes",
     }
     # Which fields there are depends on the backend and the version of jaxlib.
-    found = {name: getattr(stats, field, None) for name, field in parts.items()}
-    if stats is None or None in found.values():
+    if stats is None or not all(hasattr(stats, field) for field in parts.values()):
         return None
+    found: dict[str, int] = {name: getattr(stats, field) for name, field in parts.items()}
     # The CPU's own peak leaves the temporaries out, which makes it none.
     peak = {"peak": getattr(stats, "peak_memory_in_bytes", 0)}
     if peak["peak"] < found["temporaries"]:

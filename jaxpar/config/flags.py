@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import inspect
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,9 @@ class _Parser(argparse.ArgumentParser):
 def load(argv: Sequence[str], *, prog: str = "jaxpar", description: str = "") -> RunConfig:
     """Like `parse`, raising `ConfigError` instead of exiting, and not yet validated."""
     parser = _Parser(prog=prog, description=description, allow_abbrev=False, formatter_class=_Help)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with the keys below; flags win over it")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with the keys below; flags win over it"
+    )
     homes: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
     groups = [("", "run", RunConfig), *((s, s, c) for s, c in SECTIONS.items())]
     for section, title, kind in groups:
@@ -66,7 +69,7 @@ def load(argv: Sequence[str], *, prog: str = "jaxpar", description: str = "") ->
         if arg.startswith("--") and flag not in parser._option_string_actions:
             known = [f for f in parser._option_string_actions if f.startswith("--")]
             raise ConfigError(f"unknown flag {flag}{nearest(flag, known)}")
-    given = vars(parser.parse_args(argv))
+    given = vars(parser.parse_args(_joined(argv)))
     path = given.pop("config", None)
     config = from_yaml(path) if path else RunConfig()
     changes: dict[str, dict[str, Any]] = {}
@@ -79,6 +82,17 @@ def load(argv: Sequence[str], *, prog: str = "jaxpar", description: str = "") ->
     return dataclasses.replace(config, **changes.get("", {}), **sections)
 
 
+def _joined(argv: Sequence[str]) -> list[str]:
+    """``--mesh -1x2`` as ``--mesh=-1x2``: argparse would take a value with a dash for a flag."""
+    joined: list[str] = []
+    for arg in argv:
+        if re.match(r"-[0-9]", arg) and joined and re.fullmatch(r"--[^=]+", joined[-1]):
+            joined[-1] += f"={arg}"
+        else:
+            joined.append(arg)
+    return joined
+
+
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.HelpFormatter):
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=34, width=100)
@@ -88,7 +102,11 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], doc: str) -> None:
     kind = str(field.type).replace(" | None", "")
     default = field.default
     shown = f"{doc} [{default}]" if default is not None else doc
-    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": shown.replace("%", "%%")}
+    options: dict[str, Any] = {
+        "dest": field.name,
+        "default": argparse.SUPPRESS,
+        "help": shown.replace("%", "%%"),
+    }
     if kind == "bool":
         options["action"] = argparse.BooleanOptionalAction
     elif kind.startswith("Literal"):
@@ -101,7 +119,8 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], doc: str) -> None:
         options["metavar"] = {"int": "N", "float": "X", "str": "TEXT"}[kind]
         if "None" in str(field.type) and kind != "str":
             options["type"] = _or_none(options["type"])
-    group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+    short = ["--lr"] if field.name == "learning_rate" else []
+    group.add_argument(f"--{field.name.replace('_', '-')}", *short, **options)
 
 
 def _or_none(kind: type) -> Any:
@@ -130,8 +149,13 @@ def check_environment(environ: Mapping[str, str]) -> None:
     """
     for name in environ:
         if name.startswith("JAXPAR_"):
-            flag = "--" + name[len("JAXPAR_") :].lower().replace("_", "-")
-            raise ConfigError(f"environment variable {name} means nothing to jaxpar; use the flag {flag} if there is one")
+            kinds = (RunConfig, *SECTIONS.values())
+            flags = [f"--{f.name.replace('_', '-')}" for k in kinds for f in dataclasses.fields(k)]
+            asked = "--" + name[len("JAXPAR_") :].lower().replace("_", "-")
+            hint = nearest(asked, flags) or "; settings are flags, see --help"
+            raise ConfigError(f"environment variable {name} means nothing to jaxpar{hint}")
     for token in environ.get("XLA_FLAGS", "").split():
         if not token.startswith("--") and not Path(token).is_file():
-            raise ConfigError(f"XLA_FLAGS holds {token!r}, which is not a --flag; XLA would abort the process on it")
+            raise ConfigError(
+                f"XLA_FLAGS holds {token!r}, which is not a --flag; XLA would abort the process on it"
+            )

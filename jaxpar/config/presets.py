@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def _llama(layers: int, embed: int, heads: int, kv_heads: int, mlp: int, **changes: Any) -> dict[str, Any]:
+def _llama(
+    layers: int, embed: int, heads: int, kv_heads: int, mlp: int, **changes: Any
+) -> dict[str, Any]:
     shape = {
         "style": "llama",
         "layers": layers,

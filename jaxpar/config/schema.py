@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -158,12 +159,12 @@ def from_yaml(path: str | os.PathLike[str]) -> RunConfig:
         ConfigError: the file is missing, is not YAML, or has an unknown key or a wrong type; names file and key.
     """
     try:
-        data = yaml.safe_load(Path(path).read_text()) or {}
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
-    return from_dict(data, str(path))
+    return from_dict({} if data is None else data, str(path))
 
 
 def from_dict(data: Any, origin: str = "config") -> RunConfig:
@@ -173,7 +174,9 @@ def from_dict(data: Any, origin: str = "config") -> RunConfig:
         ConfigError: an unknown key, with the nearest, or a wrong type.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{origin}: a config is a mapping of keys to values, not {type(data).__name__}")
+        raise ConfigError(
+            f"{origin}: a config is a mapping of keys to values, not {type(data).__name__}"
+        )
     _known_keys(data, RunConfig, origin, "")
     model = data.get("model")
     if isinstance(model, Mapping):
@@ -191,13 +194,39 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """Every field as YAML; `from_yaml` reads it back."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False)
+    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 3e-4 as a number, as YAML 1.2 does, and refuses a key that stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            problem = f"key {twice} stands twice"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that `_Loader` would read as a number."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
 
 
 def preset(name: Any, origin: str = "model") -> dict[str, Any]:
     """Fields of the preset called `name`."""
-    if name not in PRESETS:
-        raise ConfigError(f"{origin}: preset {name!r} is unknown{nearest(str(name), PRESETS)}; there are {', '.join(PRESETS)}")
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ConfigError(
+            f"{origin}: preset {name!r} is unknown{nearest(str(name), PRESETS)}; there are {', '.join(PRESETS)}"
+        )
     return PRESETS[name]
 
 
@@ -205,12 +234,21 @@ def _known_keys(data: Mapping[str, Any], kind: type, origin: str, prefix: str) -
     fields = {f.name: f for f in dataclasses.fields(kind)}
     for key, value in data.items():
         if key not in fields:
-            home = next((s for s, c in SECTIONS.items() if key in {f.name for f in dataclasses.fields(c)}), None)
-            hint = f"; it belongs under {home!r}" if home and kind is RunConfig else nearest(str(key), fields)
+            home = next(
+                (s for s, c in SECTIONS.items() if key in {f.name for f in dataclasses.fields(c)}),
+                None,
+            )
+            hint = (
+                f"; it belongs under {home!r}"
+                if home and kind is RunConfig
+                else nearest(str(key), fields)
+            )
             raise ConfigError(f"{origin}: unknown key {prefix}{key}{hint}")
         if key in SECTIONS and kind is RunConfig:
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{origin}: {key} is a section with keys of its own, not {value!r}")
+                raise ConfigError(
+                    f"{origin}: {key} is a section with keys of its own, not {value!r}"
+                )
             _known_keys(value, SECTIONS[key], origin, f"{key}.")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxpar.axes import parse_mesh
 from jaxpar.config.schema import ConfigError, RunConfig, nearest
 
@@ -12,8 +14,11 @@ def validate(config: RunConfig) -> None:
     Raises:
         ConfigError or axes.MeshError: the first thing that is wrong.
     """
+    # Numbers first: what follows divides by them.
+    for error in _bad_numbers(config):
+        raise ConfigError(error)
     sizes = parse_mesh(config.mesh, _device_count(config))
-    for error in (*_bad_numbers(config), *_bad_mesh(config, sizes), *_bad_options(config)):
+    for error in (*_bad_mesh(config, sizes), *_bad_options(config)):
         raise ConfigError(error)
 
 
@@ -24,7 +29,9 @@ def _device_count(config: RunConfig) -> int | None:
         if not all(p.isdigit() for p in parts):
             raise ConfigError(f"topology {config.topology!r} has no sizes; write it as v5p:4x4x4")
         if not config.show:
-            raise ConfigError(f"topology {config.topology} is of chips that are not here: add --show layout")
+            raise ConfigError(
+                f"topology {config.topology} is of chips that are not here: add --show layout"
+            )
         return None  # chips and devices differ on some generations: the mesh checks the product
     return config.devices
 
@@ -46,32 +53,67 @@ def _bad_numbers(config: RunConfig) -> list[str]:
         "sample_tokens": config.sample_tokens, "warmup_steps": optimizer.warmup_steps, "seed": config.seed,
         "weight_decay": optimizer.weight_decay, "learning_rate": optimizer.learning_rate, "eps": optimizer.eps,
     }  # fmt: skip
-    errors += [f"{name} is {value}; at least 0" for name, value in least_zero.items() if not value >= 0]
+    errors += [
+        f"{name} is {value}; at least 0" for name, value in least_zero.items() if not value >= 0
+    ]
+    errors += [
+        f"{name} is {value}; a finite number"
+        for name, value in least_zero.items()
+        if value == math.inf
+    ]
+    for name, value in (("rope_theta", model.rope_theta), ("norm_eps", model.norm_eps)):
+        if not 0 < value < math.inf:
+            errors.append(f"{name} is {value}; a finite number above 0")
+    if config.seed >= 2**32:  # JAX keeps the lower 32 bits: two seeds would be one
+        errors.append(f"seed is {config.seed}; at most {2**32 - 1}")
     shares = {
         "dropout": model.dropout, "beta1": optimizer.beta1, "beta2": optimizer.beta2, "momentum": optimizer.momentum,
     }  # fmt: skip
-    errors += [f"{name} is {value}; from 0 up to, not including, 1" for name, value in shares.items() if not 0 <= value < 1]
-    for name, value in (("final_fraction", optimizer.final_fraction), ("decay_fraction", optimizer.decay_fraction)):
+    errors += [
+        f"{name} is {value}; from 0 up to, not including, 1"
+        for name, value in shares.items()
+        if not 0 <= value < 1
+    ]
+    for name, value in (
+        ("final_fraction", optimizer.final_fraction),
+        ("decay_fraction", optimizer.decay_fraction),
+    ):
         if not 0 <= value <= 1:
             errors.append(f"{name} is {value}; from 0 to 1")
     if config.clip_norm is not None and not config.clip_norm > 0:
-        errors.append(f"clip_norm is {config.clip_norm}; above 0, or none to leave gradients as they are")
+        errors.append(
+            f"clip_norm is {config.clip_norm}; above 0, or none to leave gradients as they are"
+        )
     if optimizer.warmup_steps > config.steps:
-        errors.append(f"warmup_steps {optimizer.warmup_steps} is more than steps {config.steps}; the rate would never peak")
+        errors.append(
+            f"warmup_steps {optimizer.warmup_steps} is more than steps {config.steps}; the rate would never peak"
+        )
     return errors
 
 
 def _bad_mesh(config: RunConfig, sizes: dict[str, int]) -> list[str]:
     errors = []
     model, split = config.model, sizes["model"]
-    for axis, what in (("stage", "a pipeline"), ("expert", "experts"), ("context", "a split sequence")):
+    for axis, what in (
+        ("stage", "a pipeline"),
+        ("expert", "experts"),
+        ("context", "a split sequence"),
+    ):
         if sizes[axis] > 1:
-            errors.append(f"mesh {config.mesh}: {what} ({axis}={sizes[axis]}) is not run by this version; use {axis}=1")
+            errors.append(
+                f"mesh {config.mesh}: {what} ({axis}={sizes[axis]}) is not run by this version; use {axis}=1"
+            )
     for name, size in (("heads", model.heads), ("mlp", model.mlp)):
         if size % split:
-            errors.append(f"{name} {size} does not divide by model={split}; {_around(size, split)} would")
+            errors.append(
+                f"{name} {size} does not divide by model={split}; {_around(size, split)} would"
+            )
     if model.kv_heads % split and split % model.kv_heads:
-        fits = [k for k in range(1, model.heads + 1) if model.heads % k == 0 and (k % split == 0 or split % k == 0)]
+        fits = [
+            k
+            for k in range(1, model.heads + 1)
+            if model.heads % k == 0 and (k % split == 0 or split % k == 0)
+        ]
         errors.append(
             f"kv_heads {model.kv_heads} and model={split}: one must divide the other; kv_heads of {_listed(fits)} would"
         )
@@ -90,7 +132,9 @@ def _bad_mesh(config: RunConfig, sizes: dict[str, int]) -> list[str]:
         )
     tokens = config.data.batch // parts * config.data.sequence
     if not errors and tokens % config.loss_chunks:
-        errors.append(f"loss_chunks {config.loss_chunks} does not divide the {tokens} tokens of a shard's microbatch")
+        errors.append(
+            f"loss_chunks {config.loss_chunks} does not divide the {tokens} tokens of a shard's microbatch"
+        )
     return errors
 
 
@@ -99,29 +143,45 @@ def _bad_options(config: RunConfig) -> list[str]:
     model = config.model
     if model.heads % model.kv_heads:
         fits = [k for k in range(1, model.heads + 1) if model.heads % k == 0]
-        errors.append(f"heads {model.heads} does not divide by kv_heads {model.kv_heads}; {_listed(fits)} would")
+        errors.append(
+            f"heads {model.heads} does not divide by kv_heads {model.kv_heads}; {_listed(fits)} would"
+        )
     if model.style == "llama" and model.head_dim % 2:
-        errors.append(f"head_dim {model.head_dim} is odd; rotary positions pair its halves, so it must be even")
+        errors.append(
+            f"head_dim {model.head_dim} is odd; rotary positions pair its halves, so it must be even"
+        )
     if model.style == "gpt2" and config.data.sequence > model.positions:
-        errors.append(f"sequence {config.data.sequence} is longer than the {model.positions} learned positions")
+        errors.append(
+            f"sequence {config.data.sequence} is longer than the {model.positions} learned positions"
+        )
     if model.vocab < 256:
         errors.append(f"vocab {model.vocab} is too small for bytes; at least 256")
     chunks = config.attention_chunks or 1
     if config.data.sequence % chunks:
         errors.append(f"attention_chunks {chunks} does not divide sequence {config.data.sequence}")
     if config.schedule is not None:
-        errors.append(f"schedule {config.schedule} needs a stage axis, which is not run by this version; leave it out")
+        errors.append(
+            f"schedule {config.schedule} needs a stage axis, which is not run by this version; leave it out"
+        )
     kind, colon, names = config.remat.partition(":")
-    if kind not in (("save", "offload") if colon else ("none", "dots", "block_inputs", "full")) or (colon and not names):
+    if kind not in (("save", "offload") if colon else ("none", "dots", "block_inputs", "full")) or (
+        colon and not names
+    ):
         known = ("none", "dots", "block_inputs", "full", "save:NAME,NAME", "offload:NAME,NAME")
-        errors.append(f"remat {config.remat} is not one of {', '.join(known)}{nearest(config.remat, known)}")
+        errors.append(
+            f"remat {config.remat} is not one of {', '.join(known)}{nearest(config.remat, known)}"
+        )
     elif colon:
         saved = ("block_input", "query", "key", "value", "attention", "mlp_input", "gate", "up")
         for name in names.split(","):
             if name.strip() not in saved:
-                errors.append(f"remat {config.remat}: no activation is called {name.strip()!r}; there are {', '.join(saved)}")
+                errors.append(
+                    f"remat {config.remat}: no activation is called {name.strip()!r}; there are {', '.join(saved)}"
+                )
     if config.precision == "float64" and config.reduce_dtype is not None:
-        errors.append(f"precision float64 with reduce_dtype {config.reduce_dtype} would round gradients; leave it out")
+        errors.append(
+            f"precision float64 with reduce_dtype {config.reduce_dtype} would round gradients; leave it out"
+        )
     return errors
 
 

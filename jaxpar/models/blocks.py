@@ -33,7 +33,7 @@ class Context(NamedTuple):
         rows: global row ids, (B,).
         positions: global positions, (1 or B, S).
         local: positions of this device's part of the sequence, (S or S/m,).
-        rng: key of this step and layer.
+        rng: key of this step and layer, or None: no dropout.
         attention_chunks: parts that the queries are taken in.
     """
 
@@ -41,7 +41,7 @@ class Context(NamedTuple):
     rows: Int[Array, "batch"]
     positions: Int[Array, "#batch seq"]
     local: Int[Array, "part"]
-    rng: Key[Array, ""]
+    rng: Key[Array, ""] | None
     attention_chunks: int = 1
 
 
@@ -86,7 +86,9 @@ class Attention(nnx.Module):
             self.out_bias = nnx.Param(jnp.zeros((e,)))
         self.config = c
 
-    def __call__(self, x: Float[Array, "batch seq embed"], at: Context) -> Float[Array, "batch seq embed"]:
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], at: Context
+    ) -> Float[Array, "batch seq embed"]:
         c = self.config
         kv = [
             group_of_heads(w[...], at.axis, dim=1, kv_heads=c.kv_heads)
@@ -102,9 +104,13 @@ class Attention(nnx.Module):
             )
         else:
             q, k = (rotary(y, at.positions, c.rope_theta) for y in (q, k))
-        q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
+        q, k, v = (
+            checkpoint_name(q, "query"),
+            checkpoint_name(k, "key"),
+            checkpoint_name(v, "value"),
+        )
         keep = None
-        if c.dropout:
+        if c.dropout and at.rng is not None:
             heads = at.axis.index() * q.shape[2] + jnp.arange(q.shape[2])
             keep = attention_mask(c.dropout, at.rng, at.rows, heads, q.shape[1])
         y = causal_attention(
@@ -128,7 +134,9 @@ class Mlp(nnx.Module):
             self.down_bias = nnx.Param(jnp.zeros((c.embed,)))
         self.config = c
 
-    def __call__(self, x: Float[Array, "batch seq embed"], at: Context) -> Float[Array, "batch seq embed"]:
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], at: Context
+    ) -> Float[Array, "batch seq embed"]:
         up = checkpoint_name(product(x, self.up[...]), "up")
         if self.config.style == "llama":
             gate = checkpoint_name(product(x, self.gate[...]), "gate")
@@ -146,16 +154,19 @@ class Block(nnx.Module):
         self.attention = Attention(c, rngs=rngs)
         self.mlp_norm = Norm(c.embed, eps=c.norm_eps, bias=bias)
         self.mlp = Mlp(c, rngs=rngs)
-        self.rate = c.dropout
+        self.rate, self.heads = c.dropout, c.heads
 
-    def __call__(self, x: Float[Array, "batch part embed"], at: Context) -> Float[Array, "batch part embed"]:
+    def __call__(
+        self, x: Float[Array, "batch part embed"], at: Context
+    ) -> Float[Array, "batch part embed"]:
         x = checkpoint_name(x, "block_input")
         for i, (norm, inner) in enumerate(
             ((self.attention_norm, self.attention), (self.mlp_norm, self.mlp))
         ):
-            here = at._replace(rng=jax.random.fold_in(at.rng, i))
+            here = at if at.rng is None else at._replace(rng=jax.random.fold_in(at.rng, i))
             y = at.axis.leave(inner(at.axis.enter(norm(x)), here))
-            drop = jax.random.fold_in(here.rng, 1)
+            # Attention draws from its key by head and row; the output draws from another.
+            drop = None if here.rng is None else jax.random.fold_in(here.rng, self.heads)
             x = x + dropout(y, self.rate, drop, at.rows, at.local)
             if i == 0:
                 x = checkpoint_name(x, "mlp_input")

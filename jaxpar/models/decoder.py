@@ -117,7 +117,11 @@ def _positions(batch: dict[str, Array]) -> Int[Array, "#batch seq"]:
 
 
 def _embed(
-    config: ModelConfig, sequence: bool, params: Any, batch: dict[str, Array], rng: Key[Array, ""]
+    config: ModelConfig,
+    sequence: bool,
+    params: Any,
+    batch: dict[str, Array],
+    rng: Key[Array, ""] | None,
 ) -> Float[Array, "batch part embed"]:
     axis = TensorAxis.here(sequence=sequence)
     x = vocab_embedding(params["embed"]["tokens"], batch["tokens"], axis)
@@ -136,7 +140,7 @@ def _block(
     params: Any,
     x: Float[Array, "batch part embed"],
     batch: dict[str, Array],
-    rng: Key[Array, ""],
+    rng: Key[Array, ""] | None,
 ) -> Float[Array, "batch part embed"]:
     axis = TensorAxis.here(sequence=sequence)
     seq = batch["tokens"].shape[1]
@@ -168,9 +172,7 @@ def _head(
     axis = TensorAxis.here(sequence=sequence)
     x = axis.enter(_normed(config, params, x))
     kernel = params["embed"]["tokens"] if config.tied else params["head"]["kernel"]
-    head = Head(
-        vocab=config.vocab, chunks=chunks, z_loss=z_loss, axis=axis, transposed=config.tied
-    )
+    head = Head(vocab=config.vocab, chunks=chunks, z_loss=z_loss, axis=axis, transposed=config.tied)
     loss, weight = cross_entropy(x, kernel, batch["targets"], head)
     return loss, weight, {}
 
@@ -189,12 +191,13 @@ def next_token_logits(
 ) -> Float[Array, "batch vocab"]:
     """Logits of the token after each row of `tokens`, on one device with whole parameters (true shapes)."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
-    still = config.__class__(**{**vars(config), "dropout": 0.0})
     batch = {"tokens": tokens, "row_id": jnp.arange(tokens.shape[0])}
     rng = jax.random.key(0)
     x = _embed(still, False, params, batch, rng)
     x, _ = jax.lax.scan(
-        lambda y, p: (_block(still, graph, False, None, p, y, batch, rng), None), x, params["blocks"]
+        lambda y, p: (_block(still, graph, False, None, p, y, batch, rng), None),
+        x,
+        params["blocks"],
     )
     x = _normed(still, params, x[:, -1])
     kernel = params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]

@@ -7,7 +7,9 @@ from jaxtyping import Array, Float
 
 
 @jax.custom_vjp
-def swiglu(gate: Float[Array, "*rows mlp"], up: Float[Array, "*rows mlp"]) -> Float[Array, "*rows mlp"]:
+def swiglu(
+    gate: Float[Array, "*rows mlp"], up: Float[Array, "*rows mlp"]
+) -> Float[Array, "*rows mlp"]:
     """``gate * sigmoid(gate) * up`` (Shazeer 2020, arXiv:2002.05202).
 
     The gradient is written out. Derived by differentiation it is a chain of four expressions over the sigmoid, which the

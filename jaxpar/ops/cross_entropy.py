@@ -62,7 +62,9 @@ def cross_entropy(
     """
     tokens = targets.size
     if tokens % head.chunks:
-        raise ValueError(f"loss_chunks {head.chunks} does not divide the {tokens} tokens of a shard")
+        raise ValueError(
+            f"loss_chunks {head.chunks} does not divide the {tokens} tokens of a shard"
+        )
     # Differentiating through the mark sums the partial gradients of x over the axis, where x is the same on it.
     x, kernel = varying((x, kernel), head.axis.axes)
     flat = x.reshape(head.chunks, tokens // head.chunks, x.shape[-1])
@@ -88,7 +90,9 @@ def _over_chunks(function: Any, *arrays: Any) -> Any:
     return lax.map(lambda parts: function(*parts), arrays)
 
 
-def _chunk(x: Array, kernel: Array, targets: Array, head: Head) -> tuple[Array, Array, Array, Array]:
+def _chunk(
+    x: Array, kernel: Array, targets: Array, head: Head
+) -> tuple[Array, Array, Array, Array]:
     """(loss a token, exponentials over their sum, log normaliser, one-hot place) of one chunk."""
     axis, wide = head.axis, jnp.promote_types(x.dtype, jnp.float32)
     contract = ((1,), (1,)) if head.transposed else ((1,), (0,))
@@ -137,9 +141,13 @@ def _forward(x, kernel, targets, head):
         return (carry[0] + loss, carry[1] + columns(parts[0], d)), dx
 
     loss = jax.eval_shape(lambda: rows(x[0], targets[0])[0])
-    start = [varying(jnp.zeros(s.shape, dtype), tuple(along)) for s, dtype, along in (
-        (loss, loss.dtype, varies(loss)), (kernel, wide, varies(x) | varies(kernel))
-    )]
+    start = [
+        varying(jnp.zeros(s.shape, dtype), tuple(along))
+        for s, dtype, along in (
+            (loss, loss.dtype, varies(loss)),
+            (kernel, wide, varies(x) | varies(kernel)),
+        )
+    ]
     (loss, dkernel), dx = lax.scan(body, tuple(start), (x, targets))
     return loss, (dx, dkernel.astype(kernel.dtype))
 

@@ -22,17 +22,17 @@ def keys_at(
 def dropout(
     x: Float[Array, "batch seq embed"],
     rate: float,
-    rng: Key[Array, ""],
+    rng: Key[Array, ""] | None,
     rows: Int[Array, "batch"],
     positions: Int[Array, "seq"],
 ) -> Float[Array, "batch seq embed"]:
-    """Zero a share `rate` of the elements and divide the rest by ``1 - rate``; the identity at rate 0.
+    """Zero a share `rate` of the elements and divide the rest by ``1 - rate``; the identity at rate 0 or with no key.
 
     Args:
         rows: global row ids of this shard's rows.
         positions: global positions of this shard's part of the sequence.
     """
-    if rate == 0.0:
+    if rate == 0.0 or rng is None:
         return x
     keys = keys_at(rng, rows, positions)
     keep = jax.vmap(jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[2:])))(keys)

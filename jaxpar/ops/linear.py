@@ -10,20 +10,26 @@ from jax import lax
 from jaxtyping import Array, Float
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def product(x: Float[Array, "*rows_in"], weight: Float[Array, "*in_out"], inner: int = 1) -> Float[Array, "*rows_out"]:
+def product(
+    x: Float[Array, "*rows_in"], weight: Float[Array, "*in_out"], inner: int = 1
+) -> Float[Array, "*rows_out"]:
     """Contract the last `inner` dimensions of `x` with the first `inner` of `weight`.
 
     The gradient of the weight is summed over the rows in float32 or wider, and comes out in the weight's own order of
     dimensions. Differentiation would write it as a transposed product, for which the CPU compiler has no fast kernel in
     bfloat16.
     """
+    return _product(x, weight, inner)  # pyright: ignore[reportReturnType]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x, weight, inner):
     contract = (tuple(range(x.ndim - inner, x.ndim)), tuple(range(inner)))
     return lax.dot_general(x, weight, (contract, ((), ())))
 
 
 def _forward(x, weight, inner):
-    return product(x, weight, inner), (x, weight)
+    return _product(x, weight, inner), (x, weight)
 
 
 def _backward(inner, residual, cotangent):
@@ -36,4 +42,4 @@ def _backward(inner, residual, cotangent):
     return dx, dw.astype(weight.dtype)
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)

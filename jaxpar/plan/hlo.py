@@ -31,7 +31,9 @@ _SHAPE = re.compile(r"\b(pred|bf16|[suf]\d+|c64)\[([\d,]*)\]")
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)")
+_BRANCHES = re.compile(
+    r"(?:branch_computations|called_computations)=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,11 @@ def _dot_flops(line: _Line, lines: dict[str, _Line]) -> int:
     inline = re.match(r"\s*([a-z0-9]+\[[\d,]*\])", line.rest)
     shape = _dims(inline[1] if inline else lines[left[1] if left else ""].shape)
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line.rest)
-    return 2 * out * math.prod(shape[int(d)] for d in (contracted[1] if contracted else "").split(",") if d)
+    return (
+        2
+        * out
+        * math.prod(shape[int(d)] for d in (contracted[1] if contracted else "").split(",") if d)
+    )
 
 
 def _dims(shape: str) -> list[int]:
@@ -151,10 +157,19 @@ def _walk(
         elif line.op == "while":
             body = re.search(r"body=%?([\w.\-]+)", line.rest)
             trips = _trips(computations, name, line)
-            yield from _walk(computations, body[1] if body else "", times * trips, (*loops, line.name), inside, mesh)
+            yield from _walk(
+                computations,
+                body[1] if body else "",
+                times * trips,
+                (*loops, line.name),
+                inside,
+                mesh,
+            )
         elif not line.op.endswith("-done"):
             for called in _called(line):
-                yield from _walk(computations, called, times, loops, f"{inside} {line.name} {called}", mesh)
+                yield from _walk(
+                    computations, called, times, loops, f"{inside} {line.name} {called}", mesh
+                )
 
 
 def _called(line: _Line) -> list[str]:
@@ -166,10 +181,18 @@ def _called(line: _Line) -> list[str]:
     return out
 
 
-def _collective(line: _Line, op: str, times: int, loops: tuple[str, ...], inside: str, mesh: Any) -> Collective:
+def _collective(
+    line: _Line, op: str, times: int, loops: tuple[str, ...], inside: str, mesh: Any
+) -> Collective:
     shapes = _SHAPE.findall(line.shape)
-    if line.op.endswith("-start") and op in ("all-gather", "collective-permute") and len(shapes) > 1:
-        shapes = shapes[len(shapes) // 2 :][: max(1, len(shapes) // 2)]  # (operands..., results..., scratch)
+    if (
+        line.op.endswith("-start")
+        and op in ("all-gather", "collective-permute")
+        and len(shapes) > 1
+    ):
+        shapes = shapes[len(shapes) // 2 :][
+            : max(1, len(shapes) // 2)
+        ]  # (operands..., results..., scratch)
     size = sum(_nbytes(d, dims) for d, dims in shapes)
     groups, names = _groups(line.rest, mesh)
     group = len(groups[0]) if groups else 1
@@ -210,13 +233,17 @@ def _groups(rest: str, mesh: Any) -> tuple[list[list[int]], tuple[str, ...]]:
     pairs = re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest)
     groups: list[list[int]] = []
     if iota:
-        ids = np.arange(math.prod(map(int, iota[3].split(",")))).reshape([int(d) for d in iota[3].split(",")])
+        ids = np.arange(math.prod(map(int, iota[3].split(",")))).reshape(
+            [int(d) for d in iota[3].split(",")]
+        )
         if iota[4]:
             ids = ids.transpose([int(d) for d in iota[4].split(",")])
         groups = ids.reshape(int(iota[1]), int(iota[2])).tolist()
     elif listed or pairs:
         body = (listed or pairs)[1]  # pyright: ignore[reportOptionalSubscript]
-        groups = [[int(d) for d in g.split(",") if d.strip()] for g in re.findall(r"\{([\d, ]*)\}", body)]
+        groups = [
+            [int(d) for d in g.split(",") if d.strip()] for g in re.findall(r"\{([\d, ]*)\}", body)
+        ]
     return groups, _axes(groups, mesh, bool(pairs)) if groups and mesh is not None else ()
 
 
@@ -254,7 +281,13 @@ def _trips(computations: dict[str, list[_Line]], name: str, loop: _Line) -> int:
         if x.op == "fusion":
             for called in _called(x):
                 texts += computations.get(called, ())
-    bounds = [int(x.rest.split(")")[0]) for x in texts if x.op == "constant" and re.match(r"s32\[\]|s64\[\]", x.shape)]
+    bounds = [
+        int(x.rest.split(")")[0])
+        for x in texts
+        if x.op == "constant" and re.match(r"s32\[\]|s64\[\]", x.shape)
+    ]
     if len(bounds) == 1:
         return max(1, bounds[0])
-    raise ValueError(f"no trip count for the loop {loop.name} of {name}: {len(bounds)} constants in its condition")
+    raise ValueError(
+        f"no trip count for the loop {loop.name} of {name}: {len(bounds)} constants in its condition"
+    )

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxpar import config as configs
 from jaxpar.train.devices import announce, simulate
+
+if TYPE_CHECKING:
+    from jaxpar.layout import Layout
 
 USAGE_ERROR = 2
 
@@ -29,12 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if config.topology is None:
                 print(announce(config.devices), flush=True)
             par = loop.build(config)
-            print(par.mesh, par.layout, sep="\n")
+            print(par.mesh, par.layout, *warnings(par.layout), sep="\n")
             return 0
         folder = loop.choose_folder(config)
         print(announce(config.devices), flush=True)
         job = loop.prepare(config)
-        print(job.par.mesh, job.par.layout, sep="\n", flush=True)
+        layout = job.par.layout
+        print(job.par.mesh, layout, *warnings(layout), sep="\n", flush=True)
     except ValueError as error:  # every error of a config, a mesh, rules or input is one
         return refuse(error)
     from jaxpar.data import DataError
@@ -48,6 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(result)
     return 0
+
+
+def warnings(layout: Layout) -> list[str]:
+    """A line for each big parameter that is whole on every device, though the mesh has an axis to split it over."""
+    total = layout.bytes_per_device("parameter")
+    return [
+        f"warning: {leaf.path} is whole on every device: {size:,} bytes, {size / total:.0%} of the parameters there"
+        for leaf in layout.unsharded()
+        if (size := leaf.bytes_per_device(layout.sizes)) > total / 20
+    ]
 
 
 def refuse(error: ValueError) -> int:

@@ -46,14 +46,12 @@ class Job:
 
     Attributes:
         par: the train step.
-        still: evaluates the same state without dropout.
         windows: training batches.
         heldout: evaluation batches.
     """
 
     config: configs.RunConfig
     par: Parallel
-    still: Parallel
     windows: data.Windows
     heldout: data.HeldOut
 
@@ -107,11 +105,7 @@ def prepare(config: configs.RunConfig) -> Job:
     shape = {"seq": config.data.sequence, "rows": config.data.batch, "vocab": config.model.vocab}
     windows = data.Windows(tokens=corpus.train, seed=config.seed, **shape)
     heldout = data.HeldOut(tokens=corpus.heldout, **shape)
-    par = still = build(config)
-    if config.model.dropout:
-        model = dataclasses.replace(config.model, dropout=0.0)
-        still = build(dataclasses.replace(config, model=model))
-    return Job(config=config, par=par, still=still, windows=windows, heldout=heldout)
+    return Job(config=config, par=build(config), windows=windows, heldout=heldout)
 
 
 def choose_folder(config: configs.RunConfig) -> pathlib.Path:
@@ -164,7 +158,7 @@ def train(job: Job, folder: pathlib.Path, reporter: Reporter) -> Result:
             last = done == config.steps
             if last or (config.eval_every and done % config.eval_every == 0):
                 limit = None if last else config.eval_batches
-                losses.append(evaluate(job.still, state, job.heldout, limit)["loss"])
+                losses.append(evaluate(par, state, job.heldout, limit)["loss"])
                 writer.write({"step": done, "eval_loss": losses[-1]})
                 on = "every held-out token" if last else "a part of the held-out tokens"
                 reporter.say(f"evaluation after {done} steps, {on}: loss {losses[-1]:.4f}")

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from tensorboardX import FileWriter
-from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class MetricsWriter:
