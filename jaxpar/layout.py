@@ -219,17 +219,17 @@ class Layout:
         """
         try:
             data = json.loads(text)
-            rows = [_row(r) for r in data["rows"]]
-            unknown = {r.kind for r in rows} - set(KINDS)
-            if unknown:
-                raise ValueError(f"unknown kinds {sorted(unknown)}")
+            sizes = sizes_of(data["sizes"])
+            rows = [_row(r, sizes) for r in data["rows"]]
+            if data["zero"] not in (0, 1, 2, 3):
+                raise ValueError(f"zero {data['zero']!r}; the stages are 0, 1, 2 and 3")
 
             def tree(*kinds: Kind) -> Any:
                 # Ordered: JAX flattens a plain dict by its sorted keys, and rows keep their order.
                 return collections.OrderedDict((r.path, r) for r in rows if r.kind in kinds)
 
             return cls(
-                sizes=sizes_of(data["sizes"]),
+                sizes=sizes,
                 zero=data["zero"],
                 params=tree("parameter"),
                 grads=tree("gradient"),
@@ -240,9 +240,23 @@ class Layout:
             raise LayoutError(f"not a layout in JSON: {error!r}") from error
 
 
-def _row(fields: dict[str, Any]) -> Leaf:
+def _row(fields: dict[str, Any], sizes: dict[str, int]) -> Leaf:
+    """The row in `fields`, refused where its bytes per device would be wrong or cannot be told."""
     tuples = {name: tuple(fields[name]) for name in ("shape", "stored", "dims")}
-    return Leaf(**{**fields, **tuples, "spec": tuple(map(tuple, fields["spec"]))})
+    leaf = Leaf(**{**fields, **tuples, "spec": tuple(map(tuple, fields["spec"]))})
+    if leaf.kind not in KINDS:
+        raise ValueError(f"{leaf.path}: unknown kind {leaf.kind!r}")
+    if len({len(t) for t in (leaf.shape, leaf.stored, leaf.dims, leaf.spec)}) > 1:
+        raise ValueError(f"{leaf.path}: shape, stored, dims and spec differ in length")
+    for n, names in zip(leaf.stored, leaf.spec, strict=True):
+        unknown = [a for a in names if a not in AXES]
+        if unknown:
+            raise ValueError(f"{leaf.path}: unknown mesh axis {unknown[0]!r}")
+        if n % math.prod(sizes[a] for a in names):
+            on = " x ".join(f"{a}={sizes[a]}" for a in names)
+            raise ValueError(f"{leaf.path}: {n} does not divide by {on}")
+    leaf.bytes_per_device(sizes)  # raises TypeError for an unknown dtype
+    return leaf
 
 
 def _is_row(x: Any) -> bool:

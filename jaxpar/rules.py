@@ -17,6 +17,7 @@ import collections
 import dataclasses
 import difflib
 import math
+import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -320,6 +321,12 @@ def sizes_of(mesh: Any) -> dict[str, int]:
     unknown = [a for a in given if a not in AXES]
     if unknown:
         raise LayoutError(f"unknown mesh axis {unknown[0]!r}{_nearest(unknown[0], AXES)}")
+    for axis, n in given.items():
+        if not isinstance(n, numbers.Integral) or n < 1:
+            raise LayoutError(
+                f"mesh axis {axis!r} has size {n!r}; sizes are whole numbers from 1, and -1 is "
+                f"worked out from the devices by make_mesh"
+            )
     return {a: int(given.get(a, 1)) for a in AXES}
 
 

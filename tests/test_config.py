@@ -271,6 +271,24 @@ def test_well_formed_xla_flags_are_left_alone(monkeypatch) -> None:
     parse()
 
 
+def test_a_config_is_read_without_jax() -> None:
+    code = (
+        "import sys\n"
+        "from jaxpar import config\n"
+        "config.validate(config.load(['--mesh', '4x2', '--zero', '3']))\n"
+        "print(sorted({'jax', 'jaxlib', 'flax', 'optax', 'numpy'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("command", ["train", "bench"])
 def test_a_process_refuses_before_it_imports_jax(command) -> None:
     """M4: so that it takes well under two seconds."""

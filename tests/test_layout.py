@@ -69,6 +69,7 @@ def jax_bytes(row: Leaf, mesh: Mesh) -> int:
     )
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("text", MESHES)
 def test_bytes_are_those_of_jax_shardings(text, zero):
@@ -283,6 +284,7 @@ def test_the_difference_of_two_meshes_names_what_moves():
 # ---- JSON --------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @given(
     st.fixed_dictionaries({axis: st.sampled_from([1, 2, 4]) for axis in AXES}),
     st.integers(0, 3),
@@ -325,3 +327,26 @@ def test_json_keeps_the_order_of_rows():
 def test_other_json_is_refused(text):
     with pytest.raises(LayoutError, match="not a layout"):
         Layout.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"zero": 9}, "the stages are 0, 1, 2 and 3"),
+        ({"sizes": {"data": 2, "model": 0}}, "'model' has size 0"),
+        ({"sizes": {"model": 3}}, "blocks/mlp/down: 128 does not divide by model=3"),
+        ({"row": {"spec": [["dta"], []]}}, "embed/tokens: unknown mesh axis 'dta'"),
+        ({"row": {"spec": [["model"]]}}, "embed/tokens: shape, stored, dims and spec differ"),
+        ({"row": {"dtype": "float33"}}, "float33"),
+        ({"row": {"kind": "weight"}}, "embed/tokens: unknown kind 'weight'"),
+    ],
+)
+def test_a_layout_whose_bytes_would_be_wrong_is_refused(change, cause):
+    """An edited file must not print sums of what no device holds."""
+    data = json.loads(build({"model": 4}).to_json())
+    row = next(r for r in data["rows"] if r["path"] == "embed/tokens")
+    row.update(change.get("row", {}))
+    data.update({k: v for k, v in change.items() if k != "row"})
+    with pytest.raises(LayoutError, match="not a layout") as error:
+        Layout.from_json(json.dumps(data))
+    assert cause in str(error.value)

@@ -278,7 +278,7 @@ def test_axes_take_whole_dimensions_of_a_torus():
     ["replica=2,data=8,model=8", "replica=4,data=2,model=16", "16x8", "32x4", "64x2", "8x16"],
 )
 def test_a_model_axis_that_fits_into_a_slice_stays_inside_it(text):
-    """Slices are joined by the slowest network: 2 x 4 x 4 x 4 has an 8 across it that is no ring."""
+    """Slices are joined by the slowest network; 2 x 4 x 4 x 4 has an 8 that lies across it."""
     mesh = make_mesh(text, devices=torus(4, 4, 4, slices=2))
     assert all(len({d.slice_index for d in row}) == 1 for row in lines(mesh, "model"))
 

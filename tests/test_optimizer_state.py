@@ -77,6 +77,7 @@ def _is_row(x: Any) -> bool:
 # ---- optax itself says which leaf belongs to which parameter -----------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_agrees_with_optax_about_whose_a_leaf_is(name, zero):
@@ -192,6 +193,7 @@ def test_square_matrices_drop_the_dimension_that_optax_averages():
     assert rows["0/v_col/w"].dims == ("layers", "out")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("smallest", [16, 128])
 def test_factored_optimizers_refuse_padded_parameters(smallest):
     """Means over padded rows would differ; below the smallest size Adafactor still takes such means
@@ -246,6 +248,7 @@ def stray(n: int) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, optax.identity().update)
 
 
+@pytest.mark.core
 def test_a_large_leaf_that_follows_no_parameter_is_refused_by_name():
     with pytest.raises(LayoutError, match=r"0/table \(65537,\) follows no parameter"):
         layout(optax.chain(stray(LARGE + 1)))

@@ -58,6 +58,7 @@ def rows(tree: Any) -> dict[str, Leaf]:
 # ---- what a leaf says --------------------------------------------------------------------------
 
 
+@pytest.mark.core
 def test_each_leaf_has_its_dimensions_axes_role_and_rule():
     tree = leaves()
     assert jax.tree.structure(tree) == jax.tree.structure(SHAPES)
@@ -161,6 +162,7 @@ def test_a_way_out_changes_nothing_where_the_size_divides(way):
 # ---- refusals ----------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 def test_a_size_that_does_not_divide_is_named_with_the_sizes_that_do():
     """R1, R2: never a silent copy, never a dump of the mesh."""
     message = refusal({**SHAPES, "embed": {"tokens": shaped(65, 32)}})
@@ -175,6 +177,7 @@ def test_a_size_below_the_axis_names_only_the_size_above():
     assert "; 4 would" in message
 
 
+@pytest.mark.core
 def test_a_misspelt_rule_is_reported_from_both_sides():
     """R5: the rule that matched nothing, the nearest path, and the large leaves it left out."""
     entries = [e if e[0] != "blocks/mlp/up" else ("blocks/mpl/up", e[1]) for e in ENTRIES]
@@ -215,6 +218,9 @@ REFUSED = {
     "unknown role": ({"entries": [("a", ("mlp",), "matrx")]}, ["'matrx'", "matrix"]),
     "bad pattern": ({"entries": [("a(", ("mlp",))]}, ["'a('", "not a regular expression"]),
     "unknown axis of the mesh": ({"mesh": {"modl": 2}}, ["'modl'", "'model'"]),
+    "open size": ({"mesh": {"data": -1}}, ["'data' has size -1", "from 1", "make_mesh"]),
+    "no devices": ({"mesh": {"model": 0}}, ["'model' has size 0", "whole numbers from 1"]),
+    "part of a device": ({"mesh": {"model": 2.5}}, ["'model' has size 2.5", "whole numbers"]),
     "not an array": (
         {"entries": [(".*", ("mlp",))], "shapes": {"a": shaped(8), "act": jnp.tanh}},
         ["act is a", "not an array", "equinox.partition"],
@@ -226,6 +232,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_the_thing_the_cause_and_the_remedy(case):
     options, parts = REFUSED[case]
@@ -283,6 +290,7 @@ NNX_PATHS = [
 ]
 
 
+@pytest.mark.core
 def test_flax_nnx_paths_do_not_show_the_variable():
     model = Net(nnx.Rngs(0))
     _, state = nnx.split(model, nnx.Param)
@@ -290,6 +298,25 @@ def test_flax_nnx_paths_do_not_show_the_variable():
     assert paths_of(jax.eval_shape(lambda s: s, state)) == NNX_PATHS
     assert paths_of(nnx.to_pure_dict(state)) == NNX_PATHS
     assert paths_of(nnx.eval_shape(lambda: Net(nnx.Rngs(0)))) == NNX_PATHS
+
+
+class Gain(nnx.Module):
+    """Its parameter has the name that a Flax variable gives its own array."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.value = nnx.Param(jnp.ones((8, 16)))
+        self.inner = nnx.Dict(value=nnx.Param(jnp.ones(16)), up=nnx.Linear(8, 16, rngs=rngs))
+
+
+def test_a_flax_nnx_parameter_may_be_called_value():
+    _, state = nnx.split(Gain(nnx.Rngs(0)), nnx.Param)
+    names = ["inner/up/bias", "inner/up/kernel", "inner/value", "value"]
+    assert paths_of(state) == names
+    assert paths_of(nnx.to_pure_dict(state)) == names
+    entries = [("value", ("embed", "mlp")), (".*kernel", ("embed", "mlp")), ("inner/.*", ("mlp",))]
+    tree = rows(leaves(state, entries=entries))
+    assert tree["value"].spec == ((), ("model",))
+    assert tree["inner/value"].spec == (("model",),)
 
 
 def test_a_flax_nnx_state_of_leaves_keeps_its_structure():

@@ -112,6 +112,7 @@ def problems(draw: st.DrawFn) -> tuple[Leaf, dict[str, int]]:
     return leaf(shape, dims, **sizes), sizes
 
 
+@pytest.mark.core
 @given(problems())
 def test_one_dimension_over_all_its_axes_or_whole_with_the_reason(problem):
     before, sizes = problem
@@ -163,6 +164,7 @@ def sixteen_bytes(zero: int, **sizes: int) -> Layout:
     )
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("zero", "exact", "published"),
     [

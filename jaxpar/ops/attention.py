@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -69,14 +71,53 @@ def _attend(
     """Queries from position `first` on over all of `key`, as far as each may look."""
     batch, queries, heads, dim = query.shape
     kv = key.shape[2]
-    wide = jnp.promote_types(query.dtype, jnp.float32)
     grouped = query.reshape(batch, queries, kv, heads // kv, dim)
-    scores = jnp.einsum("bqkgd,bskd->bkgqs", grouped, key, preferred_element_type=wide)
-    place = first + jnp.arange(queries)[:, None]
-    causal = place >= jnp.arange(key.shape[1])
-    scores = jnp.where(causal, scores * dim**-0.5, jnp.finfo(wide).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
     if keep is not None:
-        weights = jnp.where(keep.reshape(weights.shape), weights / keep_rate, 0)
-    out = jnp.einsum("bkgqs,bskd->bqkgd", weights, value)
-    return out.reshape(batch, queries, heads, dim)
+        keep = keep.reshape(batch, kv, heads // kv, queries, key.shape[1])
+    return _core(grouped, key, value, keep, first, keep_rate).reshape(query.shape)  # pyright: ignore
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _core(query, key, value, keep, first, keep_rate):
+    """Attention of queries (B, Q, K, G, D), grouped over their kv heads, over keys and values (B, S, K, D)."""
+    return _core_forward(query, key, value, keep, first, keep_rate)[0]
+
+
+def _core_forward(query, key, value, keep, first, keep_rate):
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key, preferred_element_type=wide)
+    place = first + jnp.arange(query.shape[1])[:, None]
+    causal = place >= jnp.arange(key.shape[1])
+    scores = jnp.where(causal, scores * query.shape[-1] ** -0.5, jnp.finfo(wide).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+    out = jnp.einsum("bkgqs,bskd->bqkgd", _dropped(weights, keep, keep_rate), value)
+    return out, (query, key, value, keep, weights)
+
+
+def _core_backward(first, keep_rate, residual, cotangent):
+    """Gradients with every product in the compute dtype: differentiation would multiply float32 scores.
+
+    dV = P^T dO;  dP = dO V^T;  dS = P (dP - rowsum(dP P));  dQ = dS K / sqrt(D);  dK = dS^T Q / sqrt(D)
+    """
+    query, key, value, keep, weights = residual
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    used = _dropped(weights, keep, keep_rate)
+    d_value = jnp.einsum("bkgqs,bqkgd->bskd", used, cotangent)
+    d_weights = jnp.einsum("bqkgd,bskd->bkgqs", cotangent, value, preferred_element_type=wide)
+    d_weights = _dropped(d_weights, keep, keep_rate)
+    p = weights.astype(wide)
+    d_scores = p * (d_weights - jnp.sum(d_weights * p, -1, keepdims=True))
+    # Read by two products, one of them transposed: made once.
+    d_scores = jax.lax.optimization_barrier(
+        (d_scores * query.shape[-1] ** -0.5).astype(query.dtype)
+    )
+    d_query = jnp.einsum("bkgqs,bskd->bqkgd", d_scores, key)
+    d_key = jnp.einsum("bkgqs,bqkgd->bskd", d_scores, query)
+    return d_query, d_key, d_value, None
+
+
+_core.defvjp(_core_forward, _core_backward)
+
+
+def _dropped(x: Array, keep: Bool[Array, "..."] | None, keep_rate: float) -> Array:
+    return x if keep is None else jnp.where(keep, x / keep_rate, 0)

@@ -26,8 +26,7 @@ KINDS = (
     "all-to-all",
     "collective-broadcast",
 )
-_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s8": 1, "u8": 1}
-_SHAPE = re.compile(r"\b(pred|bf16|[suf]\d+|c64)\[([\d,]*)\]")
+_SHAPE = re.compile(r"\b(pred|bf16|f\d+e\w+|[sufc]\d+)\[([\d,]*)\]")
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
@@ -47,7 +46,7 @@ class Collective:
         times: executions, loop trip counts applied.
         loops: names of the loops around it, outermost first.
         dtypes: element types sent.
-        axes: mesh axes it runs over; () where the program was read without a mesh.
+        axes: mesh axes it runs over; () where no mesh was given and the program names none itself.
         asynchronous: whether it is started and awaited apart.
         source: the JAX operation that caused it.
     """
@@ -81,7 +80,7 @@ class _Line:
 def collectives(text: str, mesh: Any = None) -> list[Collective]:
     """Every collective of the program in `text`; `mesh` (a `jax.sharding.Mesh`) names the axes of each."""
     computations, entry = _parse(text)
-    return list(_walk(computations, entry, 1, (), "", mesh))
+    return list(_walk(computations, entry, 1, (), "", (mesh, _devices(text))))
 
 
 def matmul_flops(text: str) -> int:
@@ -125,6 +124,13 @@ def _dims(shape: str) -> list[int]:
     return [int(d) for d in (found[2] if found else "").split(",") if d]
 
 
+def _devices(text: str) -> int:
+    """Devices that the program runs on: replicas times partitions, as its first line says."""
+    head = text.lstrip().split("\n", 1)[0]
+    counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)
+    return math.prod(int(n) for n in counts)
+
+
 def _parse(text: str) -> tuple[dict[str, list[_Line]], str]:
     computations: dict[str, list[_Line]] = {}
     entry, current = "", ""
@@ -148,12 +154,12 @@ def _walk(
     times: int,
     loops: tuple[str, ...],
     inside: str,
-    mesh: Any,
+    where: tuple[Any, int],
 ) -> Iterator[Collective]:
     for line in computations.get(name, ()):
         op = line.op.removesuffix("-start")
         if op in KINDS:
-            yield _collective(line, op, times, loops, inside, mesh)
+            yield _collective(line, op, times, loops, inside, where)
         elif line.op == "while":
             body = re.search(r"body=%?([\w.\-]+)", line.rest)
             trips = _trips(computations, name, line)
@@ -163,13 +169,22 @@ def _walk(
                 times * trips,
                 (*loops, line.name),
                 inside,
-                mesh,
+                where,
             )
-        elif not line.op.endswith("-done"):
+        elif not _awaits(line):
             for called in _called(line):
-                yield from _walk(
-                    computations, called, times, loops, f"{inside} {line.name} {called}", mesh
-                )
+                within = f"{inside} {line.op} {line.name} {called}"
+                yield from _walk(computations, called, times, loops, within, where)
+
+
+def _awaits(line: _Line) -> bool:
+    """Whether a line only goes on with what a start began, and repeats the start's computation.
+
+    The TPU compiler writes start and done as fusions that are named for it.
+    """
+    names = " ".join([line.name, *_called(line)])
+    fused = re.search(r"async[-_]collective[-_]done", names)
+    return line.op.endswith(("-done", "-update")) or bool(fused)
 
 
 def _called(line: _Line) -> list[str]:
@@ -182,19 +197,23 @@ def _called(line: _Line) -> list[str]:
 
 
 def _collective(
-    line: _Line, op: str, times: int, loops: tuple[str, ...], inside: str, mesh: Any
+    line: _Line,
+    op: str,
+    times: int,
+    loops: tuple[str, ...],
+    inside: str,
+    where: tuple[Any, int],
 ) -> Collective:
-    shapes = _SHAPE.findall(line.shape)
-    if (
-        line.op.endswith("-start")
-        and op in ("all-gather", "collective-permute")
-        and len(shapes) > 1
-    ):
-        shapes = shapes[len(shapes) // 2 :][
-            : max(1, len(shapes) // 2)
-        ]  # (operands..., results..., scratch)
+    shape = line.shape
+    if line.op.endswith("-start"):
+        # (operand, result, scratch...), each a tuple where it has several parts; but an all-reduce
+        # gives its results alone.
+        parts = _elements(shape)
+        paired = op in ("all-gather", "collective-permute") or parts[0].startswith("(")
+        shape = parts[1] if len(parts) > 1 and paired else shape
+    shapes = _SHAPE.findall(shape)
     size = sum(_nbytes(d, dims) for d, dims in shapes)
-    groups, names = _groups(line.rest, mesh)
+    groups, names = _groups(line.rest, *where)
     group = len(groups[0]) if groups else 1
     kind = op
     # The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and the slice that it keeps.
@@ -216,18 +235,35 @@ def _collective(
     )
 
 
+def _elements(shape: str) -> list[str]:
+    """Elements of a tuple shape; the shape itself where it is no tuple."""
+    if not shape.startswith("("):
+        return [shape]
+    parts, depth = [""], 0
+    # The printer numbers every fifth element: /*index=5*/.
+    for c in re.sub(r"/\*.*?\*/", "", shape)[1:-1]:
+        depth += (c in "([{") - (c in ")]}")
+        if c == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return [p.strip() for p in parts]
+
+
 def _nbytes(dtype: str, dims: str) -> int:
-    each = _BYTES.get(dtype) or max(1, int(re.sub(r"\D", "", dtype)) // 8)
-    return each * math.prod(int(d) for d in dims.split(",") if d)
+    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+    return math.ceil(bits * math.prod(int(d) for d in dims.split(",") if d) / 8)
 
 
-def _groups(rest: str, mesh: Any) -> tuple[list[list[int]], tuple[str, ...]]:
+def _groups(rest: str, mesh: Any, devices: int) -> tuple[list[list[int]], tuple[str, ...]]:
     """Device groups of a collective, and the mesh axes that they follow."""
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest)
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{}]*\{([^}]*)\}", rest)
     if named:
         sizes = {k: int(v) for k, v in re.findall(r"'([^']+)'=(\d+)", named[1])}
-        axes = tuple(re.findall(r"'([^']+)'", named[2]))
-        return [list(range(math.prod(sizes[a] for a in axes)))], axes
+        # A part of an axis is written 'data':(2)4, four along it after a factor of two.
+        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])
+        count = math.prod(int(part or sizes[axis]) for axis, part in parts)
+        return [list(range(count))], tuple(dict.fromkeys(axis for axis, _ in parts))
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", rest)
     pairs = re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest)
@@ -244,6 +280,8 @@ def _groups(rest: str, mesh: Any) -> tuple[list[list[int]], tuple[str, ...]]:
         groups = [
             [int(d) for d in g.split(",") if d.strip()] for g in re.findall(r"\{([\d, ]*)\}", body)
         ]
+    elif "replica_groups={}" in rest:  # every device
+        groups = [list(range(devices if mesh is None else mesh.devices.size))]
     return groups, _axes(groups, mesh, bool(pairs)) if groups and mesh is not None else ()
 
 
