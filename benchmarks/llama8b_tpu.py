@@ -2,9 +2,9 @@
 
     python benchmarks/llama8b_tpu.py [--only 64|16x4]
 
-Sequence 4096, batch 64, full remat, bfloat16 compute on float32 weights, gradients sent in bfloat16. Prints rows of a Markdown
-table: peak and argument memory, bytes that each device sends by kind, and how many reductions lie in a loop. Needs libtpu
-(the `tpu` extra), takes a minute or two a row on two cores.
+Sequence 4096, batch 64, full remat, bfloat16 compute on float32 weights, gradients sent in bfloat16. Prints a
+Markdown table: memory, and the bytes that each device sends by kind. Needs libtpu (the `tpu` extra); a row takes a
+minute or two on two cores.
 """
 
 from __future__ import annotations

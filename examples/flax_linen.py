@@ -38,7 +38,7 @@ def loss(params, batch, rng):
 
 
 def main() -> None:
-    """Fit a random linear map; biases stay whole and undecayed, kernels decay."""
+    """Fit a random linear map; kernels decay, biases do not (`decay_mask` goes by role)."""
     rules = jaxpar.Rules(
         [
             ("up/kernel", ("features", "hidden")),

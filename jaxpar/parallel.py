@@ -48,7 +48,9 @@ def parallelize(
 
     Args:
         loss: ``loss_fn(params, batch, rng) -> (summed_loss, weight, metrics)`` over the rows of one shard, or a
-            `Staged` model. Sums, not means; a metric is a (sum, weight) pair; `rng` is None in evaluation.
+            `Staged` model. Sums, not means; a metric is a (sum, weight) pair. `rng` is the same key on every shard and
+            for every microbatch: fold ``batch["row_id"]`` into it; in evaluation it is None. Dimensions that the rules
+            pad arrive padded.
         init_or_shapes: ``init(rng) -> params``, or a pytree of arrays or ShapeDtypeStructs (bring the values with
             `Parallel.load`).
         optimizer: any optax transformation, or a function of the `Layout` that makes one (for a decay mask by role).
@@ -103,10 +105,11 @@ def parallelize(
         master_dtype=kind.masters,
         combine=combine,
     )
-    if isinstance(optimizer, optax.GradientTransformation):
-        made = optimizer
-    else:
-        made = optimizer(build(optimizer=None))
+    made = (
+        optimizer
+        if isinstance(optimizer, optax.GradientTransformation)
+        else optimizer(build(optimizer=None))
+    )
     layout = build(optimizer=made)
     flat, treedef = jax.tree.flatten(leaves, is_leaf=lambda x: isinstance(x, Leaf))
     if staged and (not isinstance(shapes, Mapping) or BLOCKS not in shapes):

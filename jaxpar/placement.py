@@ -64,11 +64,6 @@ class Placement:
     gather: When
     scatter: When
 
-    @property
-    def buffer(self) -> Spec:
-        """Split of the gradient buffer."""
-        return self.shard if self.scatter in ("use", "microbatch") else self.base
-
 
 def place(
     path: str,

@@ -254,7 +254,10 @@ class Program:
         )
 
     def gradients(self, params: Any, batch: Any, rng: Any) -> tuple[Any, Any, Any]:
-        """(gradient of the mean loss, mean of every metric, global norm); gradients are split like the moments."""
+        """(gradient of the mean loss, (sum, weight) of loss and metrics, global norm of that gradient).
+
+        Gradients are split like the moments, in the dtype of the update.
+        """
         flat = self.treedef.flatten_up_to(params)
         finished = [self.mover.specs(p.shard) for p in self.placements]
         outs = (finished, PartitionSpec(), PartitionSpec())

@@ -8,6 +8,7 @@ compiler.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 from typing import Any
 
@@ -86,10 +87,20 @@ def abstract_devices(text: str, *, slices: int = 1) -> list[Any]:
     except (
         Exception
     ) as error:  # the plugins raise many types: say which install and shape were asked for
-        extra = "cuda" if name in _GPU else "tpu"
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise MeshError(
-            f"topology {text!r} cannot be described: {reason}. It needs pip install 'jaxpar[{extra}]' and a shape "
-            f"that {name} comes in"
+            f"topology {text!r} cannot be described: {reason}; {_remedy(name)}"
         ) from error
     return list(described.devices)
+
+
+def _remedy(name: str) -> str:
+    """What to do where the compiler plugin gives no description."""
+    extra, modules = (
+        ("cuda", ("jax_cuda13_plugin", "jax_cuda12_plugin"))
+        if name in _GPU
+        else ("tpu", ("libtpu",))
+    )
+    if not any(importlib.util.find_spec(module) for module in modules):
+        return f"its compiler is not installed: pip install 'jaxpar[{extra}]'"
+    return f"{name} may not come in that shape, or another process may be using the compiler (libtpu allows one)"

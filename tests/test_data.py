@@ -141,7 +141,7 @@ def test_ignored_targets_pass_and_ignored_tokens_do_not() -> None:
 
 def test_batches_are_checked_and_say_what_vocabulary_would_do() -> None:
     source = data.Windows(tokens=np.array([0, 1, 2, 70, 1]), seq=4, rows=1, seed=0, vocab=64)
-    with pytest.raises(data.DataError, match="batch 5, row 0.*at least 71"):
+    with pytest.raises(data.DataError, match=r"batch 5, row 0.*at least 71"):
         source.batch(5)
     with pytest.raises(data.DataError, match="held-out batch 0, row 0"):
         data.HeldOut(tokens=np.array([0, 70]), seq=4, rows=1, vocab=64).batch(0)

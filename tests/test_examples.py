@@ -24,4 +24,9 @@ def test_example_runs_and_its_loss_falls_tenfold(path):
 
 
 def test_there_is_one_for_each_kind_of_model():
-    assert {p.stem for p in EXAMPLES} == {"plain_pytree", "flax_nnx", "flax_linen", "equinox_staged"}
+    assert {p.stem for p in EXAMPLES} == {
+        "plain_pytree",
+        "flax_nnx",
+        "flax_linen",
+        "equinox_staged",
+    }

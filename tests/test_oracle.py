@@ -108,7 +108,8 @@ def test_float32_and_float64_differ_only_by_rounding():
     narrow, _, narrow_norm = oracle.value_and_grad(
         oracle.init_params(cfg, 1, np.float32), batch(cfg), cfg
     )
-    assert narrow == pytest.approx(wide, rel=1e-5) and narrow != wide
+    assert narrow == pytest.approx(wide, rel=1e-5)
+    assert narrow != wide
     assert narrow_norm == pytest.approx(wide_norm, rel=1e-5)
 
 
@@ -256,7 +257,8 @@ def test_a_one_layer_model_without_attention_output_is_its_mlp():
 def test_no_valid_target_gives_loss_and_gradient_zero(cfg):
     data = oracle.batch_of(cfg, 0, 3, 8, valid=lambda row: 0)
     value, grads, norm = oracle.value_and_grad(oracle.init_params(cfg, 1), data, cfg)
-    assert value == 0 and norm == 0
+    assert value == 0
+    assert norm == 0
     assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(grads))
 
 
@@ -313,7 +315,9 @@ def test_a_run_learns_and_reports_the_norm_before_clipping():
     first, _, norm = oracle.value_and_grad(params, data, cfg)
     assert (run.losses[0], run.grad_norms[0]) == (first, norm)
     assert run.losses[-1] < run.losses[0] - 1
-    assert norm > 0.1 and run.count == 30 and run.skipped == 0
+    assert norm > 0.1
+    assert run.count == 30
+    assert run.skipped == 0
 
 
 def test_a_skipped_batch_is_no_update():
@@ -328,7 +332,9 @@ def test_a_skipped_batch_is_no_update():
 
     with_empty = oracle.run(params, [data, empty, data], cfg, lr=lr)
     without = oracle.run(params, [data, data], cfg, lr=1e-2)
-    assert rates == [0, 1] and with_empty.skipped == 1 and with_empty.count == without.count == 2
+    assert rates == [0, 1]
+    assert with_empty.skipped == 1
+    assert with_empty.count == without.count == 2
     assert with_empty.losses[1] == 0
     for a, b in zip(jax.tree.leaves(with_empty[3:]), jax.tree.leaves(without[3:]), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -337,6 +343,7 @@ def test_a_skipped_batch_is_no_update():
 def test_batches_have_unequal_numbers_of_valid_targets():
     cfg = CONFIGS[0]
     valid = np.sum(oracle.batch_of(cfg, 0, 16, 16)["targets"] != -100, axis=1)
-    assert len(set(valid)) > 4 and valid.min() >= 1
+    assert len(set(valid)) > 4
+    assert valid.min() >= 1
     chosen = oracle.batch_of(cfg, 0, 4, 16, valid=[3, 16, 1, 9].__getitem__)
     assert list(np.sum(chosen["targets"] != -100, axis=1)) == [3, 16, 1, 9]

@@ -210,7 +210,7 @@ OPTIMIZERS = {
     "frozen embedding": lambda: optax.multi_transform(
         {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()},
         lambda p: {
-            k: jax.tree.map(lambda _: "freeze" if k == "embed" else "train", v)
+            k: jax.tree.map(lambda _, k=k: "freeze" if k == "embed" else "train", v)
             for k, v in p.items()
         },
     ),
@@ -307,14 +307,16 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counts():
     bad = batch | {"x": np.where(np.arange(32)[:, None] == 5, np.nan, batch["x"])}
     state, metrics = par.step(state, bad)
     assert metrics["skipped"] == 1
-    assert int(state.skipped) == 1 and int(state.step) == 2
+    assert int(state.skipped) == 1
+    assert int(state.step) == 2
     assert jax.tree.all(
         jax.tree.map(
             np.array_equal, kept, jax.tree.map(np.asarray, (state.params, state.opt_state))
         )
     )
     state, metrics = par.step(state, batch)
-    assert metrics["skipped"] == 0 and np.isfinite(metrics["loss"])
+    assert metrics["skipped"] == 0
+    assert np.isfinite(metrics["loss"])
 
 
 @pytest.mark.core
@@ -351,3 +353,69 @@ def test_global_sum_couples_rows_across_shards():
         )
         _, _, got = par.gradients(par.load({"w": jnp.asarray(w)}), batch)
         assert worst(got, grad) < 1e-12
+
+
+@pytest.mark.core
+def test_one_array_under_two_names_is_two_parameters():
+    """Z10: donating the state does not donate one buffer twice."""
+    x = jnp.ones((8, 4))
+    par = jaxpar.parallelize(
+        lambda p, b, rng: (
+            jnp.sum((b["x"] @ p["a"] - b["x"] @ p["b"] + 1) ** 2),
+            b["x"].shape[0],
+            {},
+        ),
+        {"a": x, "b": x},
+        optax.sgd(0.1),
+        mesh=mesh_of("8x1"),
+        rules=jaxpar.Rules([("a|b", ("in", "out"))], axes={"in": None, "out": None}),
+        precision="float64",
+    )
+    state = par.load({"a": x, "b": x})
+    state, _ = par.step(state, {"x": make_batch()["x"]})
+    assert not np.allclose(state.params["a"], state.params["b"])
+    assert np.array_equal(x, np.ones((8, 4))), "the caller's array is left alone"
+
+
+@pytest.mark.core
+def test_a_step_works_inside_and_outside_a_global_mesh():
+    """M6: jaxpar sets none, and minds none."""
+    params, batch, loss, *_ = oracle()
+    mesh = mesh_of("4x2")
+    par = jaxpar.parallelize(
+        STAGED, init, optax.sgd(1.0), mesh=mesh, rules=rules(), zero=3, precision="float64", small=0
+    )
+    assert jax.sharding.get_abstract_mesh().empty
+    with jax.set_mesh(mesh.jax_mesh):
+        _, inside = par.step(par.load(params), batch)
+    _, outside = par.step(par.load(params), batch)
+    assert abs(inside["loss"] - loss) < 1e-12
+    assert abs(outside["loss"] - loss) < 1e-12
+    assert par.cache_size() == 1
+
+
+@pytest.mark.core
+def test_a_state_of_true_shapes_comes_back_padded_as_it_was():
+    """T1: a table of 17 rows over model=2 is stored as 18; what leaves jaxpar has 17."""
+
+    def lookup(params, batch, rng):
+        return jnp.sum(params["table"][batch["id"]] ** 2), batch["id"].shape[0], {}
+
+    par = jaxpar.parallelize(
+        lookup,
+        {"table": jax.ShapeDtypeStruct((17, 4), jnp.float64)},
+        optax.adam(0.1),
+        mesh=mesh_of("4x2"),
+        rules=jaxpar.Rules(
+            [("table", ("vocab", "out"))], axes={"vocab": "model", "out": None}, pad=("vocab",)
+        ),
+        precision="float64",
+    )
+    table = np.random.default_rng(0).normal(size=(17, 4))
+    state, _ = par.step(par.load({"table": table}), {"id": np.arange(32, dtype=np.int32) % 17})
+    true = par.unpad(state)
+    assert state.params["table"].shape == (18, 4)
+    assert {x.shape for x in jax.tree.leaves((true.params, true.opt_state)) if x.ndim} == {(17, 4)}
+    again = par.pad(true)
+    assert jax.tree.all(jax.tree.map(np.array_equal, again, state))
+    assert jax.tree.map(lambda x: x.sharding, again) == jax.tree.map(lambda x: x.sharding, state)

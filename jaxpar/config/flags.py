@@ -10,6 +10,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -135,7 +136,7 @@ def _field_docs(kind: type) -> dict[str, str]:
     """The string under each field of a dataclass."""
     body = ast.parse(inspect.getsource(kind)).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
     docs = {}
-    for field, after in zip(body, body[1:], strict=False):
+    for field, after in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
             docs[field.target.id] = ast.literal_eval(after.value)  # pyright: ignore[reportAttributeAccessIssue]
     return docs

@@ -11,6 +11,7 @@ import glob
 import hashlib
 import os
 from collections.abc import Iterable
+from os.path import commonpath
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -94,9 +95,7 @@ def read_files(pattern: str) -> Corpus:
             f"no file {kind} {pattern!r}; give a path, a folder, a glob such as 'texts/*.txt', "
             "or stdlib"
         )
-    root = os.path.dirname(
-        os.path.commonprefix([os.path.join(os.path.dirname(n), "") for n in names])
-    )
+    root = os.path.dirname(commonpath([os.path.join(os.path.dirname(n), "") for n in names]))
     texts = {os.path.relpath(name, root or "."): read_text(name) for name in names}
     return split(texts, one_in=20)
 

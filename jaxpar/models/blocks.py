@@ -38,9 +38,9 @@ class Context(NamedTuple):
     """
 
     axis: TensorAxis
-    rows: Int[Array, "batch"]
+    rows: Int[Array, " batch"]
     positions: Int[Array, "#batch seq"]
-    local: Int[Array, "part"]
+    local: Int[Array, " part"]
     rng: Key[Array, ""] | None
     attention_chunks: int = 1
 

@@ -192,13 +192,12 @@ def next_token_logits(
     """Logits of the token after each row of `tokens`, on one device with whole parameters (true shapes)."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
     batch = {"tokens": tokens, "row_id": jnp.arange(tokens.shape[0])}
-    rng = jax.random.key(0)
-    x = _embed(still, False, params, batch, rng)
+    x = _embed(config, False, params, batch, None)
     x, _ = jax.lax.scan(
-        lambda y, p: (_block(still, graph, False, None, p, y, batch, rng), None),
+        lambda y, p: (_block(config, graph, False, None, p, y, batch, None), None),
         x,
         params["blocks"],
     )
-    x = _normed(still, params, x[:, -1])
+    x = _normed(config, params, x[:, -1])
     kernel = params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]
     return (x @ kernel).astype(jnp.promote_types(x.dtype, jnp.float32))

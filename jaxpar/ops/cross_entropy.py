@@ -3,7 +3,8 @@
 The head's product, the softmax and the loss are one operation with one hand-written gradient. The loss is a sum, so the
 gradient of the logits is known as soon as a chunk's softmax is: the forward pass of a training step keeps
 ``d loss / d x`` and ``d loss / d kernel`` and throws the logits away. Three products a chunk, none of them twice, and
-B·S·V/chunks logits alive in place of B·S·V.
+B·S·V/chunks logits alive in place of B·S·V. (Where B·S·V gradients in the compute dtype are smaller than a float32 copy of
+the kernel, those are kept instead: `_keeps_logit_gradients`.)
 
     loss  = sum over valid tokens of  lse - logit[target] + z_loss * lse^2,       lse = log sum exp logits
     dlogit = valid * (softmax * (1 + 2 z_loss lse) - onehot(target))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 
 def keys_at(
-    rng: Key[Array, ""], rows: Int[Array, "batch"], positions: Int[Array, "seq"]
+    rng: Key[Array, ""], rows: Int[Array, " batch"], positions: Int[Array, " seq"]
 ) -> Key[Array, "batch seq"]:
     """One key for every (row id, position)."""
     per_row = jax.vmap(lambda r: jax.random.fold_in(rng, r))(rows)
@@ -23,8 +23,8 @@ def dropout(
     x: Float[Array, "batch seq embed"],
     rate: float,
     rng: Key[Array, ""] | None,
-    rows: Int[Array, "batch"],
-    positions: Int[Array, "seq"],
+    rows: Int[Array, " batch"],
+    positions: Int[Array, " seq"],
 ) -> Float[Array, "batch seq embed"]:
     """Zero a share `rate` of the elements and divide the rest by ``1 - rate``; the identity at rate 0 or with no key.
 
@@ -42,8 +42,8 @@ def dropout(
 def attention_mask(
     rate: float,
     rng: Key[Array, ""],
-    rows: Int[Array, "batch"],
-    heads: Int[Array, "heads"],
+    rows: Int[Array, " batch"],
+    heads: Int[Array, " heads"],
     seq: int,
 ) -> Bool[Array, "batch heads seq seq"]:
     """Dropout mask of attention weights; `heads` are the global numbers of this device's heads."""

@@ -64,7 +64,7 @@ class TensorAxis:
             return x
         return reduce_scatter(x, self.axes, 1) if self.sequence else lax.psum(x, self.axes)
 
-    def once(self, bias: Float[Array, "embed"]) -> Float[Array, "embed"]:
+    def once(self, bias: Float[Array, " embed"]) -> Float[Array, " embed"]:
         """A bias to add to a row-split product before `leave`, so that the sum holds it once."""
         if not self.axes:
             return bias
