@@ -95,8 +95,8 @@ def read_files(pattern: str) -> Corpus:
             f"no file {kind} {pattern!r}; give a path, a folder, a glob such as 'texts/*.txt', "
             "or stdlib"
         )
-    root = os.path.dirname(commonpath([os.path.join(os.path.dirname(n), "") for n in names]))
-    texts = {os.path.relpath(name, root or "."): read_text(name) for name in names}
+    root = commonpath([os.path.dirname(os.path.abspath(name)) for name in names])
+    texts = {os.path.relpath(name, root): read_text(name) for name in names}
     return split(texts, one_in=20)
 
 
