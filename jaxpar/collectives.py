@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxpar.axes import BATCH_AXES
+from jaxpar.axes import AXES, BATCH_AXES
 
 
 def _context() -> Any:
@@ -41,6 +41,12 @@ def constrain(x: Any, *dims: str | tuple[str, ...] | None) -> Any:
     Axes that are manual here, or absent from the mesh, are dropped for their dimension alone; with no mesh in context
     this is the identity, so one model runs on one device and on any mesh.
     """
+    for dim in dims:
+        for name in (dim,) if isinstance(dim, str) else dim or ():
+            if name not in AXES:
+                raise ValueError(
+                    f"constrain: {name!r} is no mesh axis; the axes are {', '.join(AXES)}"
+                )
     mesh = _context()
     automatic = [
         n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Auto
@@ -52,7 +58,7 @@ def constrain(x: Any, *dims: str | tuple[str, ...] | None) -> Any:
 
 
 def global_sum(x: Any) -> Any:
-    """Sum over every shard of the batch, for a loss that couples rows (router balance, contrastive losses)."""
+    """Sum over every shard of one microbatch, for a loss that couples rows (router balance, contrastive losses)."""
     axes = manual_axes(*BATCH_AXES)
     return lax.psum(x, axes) if axes else x
 

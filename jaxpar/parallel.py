@@ -23,9 +23,9 @@ from jaxpar.batch import with_row_ids
 from jaxpar.layout import Layout
 from jaxpar.mesh import Mesh
 from jaxpar.placement import SMALL, Mover, place
-from jaxpar.rules import Leaf, Rules
+from jaxpar.rules import LAYERS, LayoutError, Leaf, Rules
 from jaxpar.staged import BLOCKS, Staged
-from jaxpar.step import Program, TrainState
+from jaxpar.step import Program, TrainState, mean
 
 
 def parallelize(
@@ -82,7 +82,12 @@ def parallelize(
     kind = precisions.named(precision, reduce_dtype)
     if kind.update == "float64" and not jax.config.read("jax_enable_x64"):
         raise ValueError("precision float64 needs jax.config.update('jax_enable_x64', True)")
-    init = init_or_shapes if callable(init_or_shapes) else None
+    # A module of parameters may be callable too, and is a tree: a function is a leaf.
+    whole = jax.tree.leaves(init_or_shapes)
+    function = isinstance(init_or_shapes, functools.partial) or (
+        len(whole) == 1 and whole[0] is init_or_shapes
+    )
+    init = init_or_shapes if callable(init_or_shapes) and function else None
     shapes = (
         jax.eval_shape(init, jax.random.key(0)) if init else jax.eval_shape(lambda: init_or_shapes)
     )
@@ -111,7 +116,8 @@ def parallelize(
         else optimizer(build(optimizer=None))
     )
     layout = build(optimizer=made)
-    flat, treedef = jax.tree.flatten(leaves, is_leaf=lambda x: isinstance(x, Leaf))
+    flat, treedef = jax.tree.flatten(leaves, is_leaf=_is_leaf)
+    _check_leaves(flat, staged)
     if staged and (not isinstance(shapes, Mapping) or BLOCKS not in shapes):
         raise ValueError(
             f"a Staged model needs a dict of parameters with stacked leaves under {BLOCKS!r}"
@@ -145,6 +151,24 @@ def parallelize(
         clip_norm=clip_norm,
     )
     return Parallel(program=program, layout=layout, leaves=leaves, init_fn=init)
+
+
+def _check_leaves(leaves: list[Leaf], staged: bool) -> None:
+    """Refuse what cannot be differentiated, and stacks that a scan cannot take apart."""
+    for leaf in leaves:
+        if not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating):
+            raise LayoutError(
+                f"{leaf.path} is {leaf.dtype}: parameters are floats; keep it in the batch, or close over it"
+            )
+        if (
+            staged
+            and leaf.path.split("/")[0] == BLOCKS
+            and (not leaf.dims or leaf.dims[0] != LAYERS or leaf.spec[0])
+        ):
+            raise LayoutError(
+                f"{leaf.path}: dimension 0 of a block's parameters is the stack of layers: name it {LAYERS!r} in rule "
+                f"{leaf.rule!r}, on no mesh axis"
+            )
 
 
 def _stored(dtype: Any, params: str) -> Any:
@@ -216,29 +240,34 @@ class Parallel:
 
         Values do not depend on the mesh. `rng`: a key or a seed.
         """
+        return self._make_first(_key(rng))
+
+    @functools.cached_property
+    def _make_first(self) -> Any:
+        return jax.jit(self._first, out_shardings=self.shardings)
+
+    def lower_init(self) -> jax.stages.Lowered:
+        """The initialisation, lowered and not run."""
+        return self._make_first.lower(jax.eval_shape(lambda: jax.random.key(0)))
+
+    def _first(self, key: Any) -> TrainState:
         if self._init is None:
             raise ValueError(
                 "parallelize was given shapes, not an initialiser: bring values with load(params)"
             )
-        key = jax.random.key(rng) if isinstance(rng, int | np.integer) else rng
-        return jax.jit(self._first, out_shardings=self.shardings)(key)
-
-    def lower_init(self) -> jax.stages.Lowered:
-        """The initialisation, lowered and not run."""
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return jax.jit(self._first, out_shardings=self.shardings).lower(key)
-
-    def _first(self, key: Any) -> TrainState:
         values, run = jax.random.split(key)
         return self._state(self._init(values), jax.random.key_data(run))
 
     def load(self, params: Any, rng: Any = 0) -> TrainState:
         """A first state with these parameters, of true shapes."""
-        key = jax.random.key(rng) if isinstance(rng, int | np.integer) else rng
-        make = jax.jit(
-            lambda p, k: self._state(p, jax.random.key_data(k)), out_shardings=self.shardings
-        )
-        return make(params, key)
+        return self._make_state(params, _key(rng))
+
+    @functools.cached_property
+    def _make_state(self) -> Any:
+        def make(params: Any, key: Any) -> TrainState:
+            return self._state(params, jax.random.key_data(key))
+
+        return jax.jit(make, out_shardings=self.shardings)
 
     def _state(self, params: Any, rng: Any) -> TrainState:
         kind = self.program.mover.precision
@@ -308,6 +337,9 @@ class Parallel:
     def _batch_sharding(self) -> jax.sharding.NamedSharding:
         return jax.sharding.NamedSharding(self.mesh.jax_mesh, self.mesh.batch_spec())
 
+    def _is_put(self, x: Any) -> bool:
+        return isinstance(x, jax.Array) and x.sharding == self._batch_sharding
+
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """A global host batch on the devices, rows split over the batch axes; adds ``row_id`` if absent."""
         rows = with_row_ids(batch, self.mesh, self.program.microbatches)
@@ -334,7 +366,7 @@ class Parallel:
 
         Compiles at the first call, and again only for a batch of other shapes.
         """
-        if "row_id" not in batch or not isinstance(next(iter(batch.values())), jax.Array):
+        if "row_id" not in batch or not all(map(self._is_put, batch.values())):
             batch = self.put(batch)
         signature = tuple((k, v.shape, v.dtype) for k, v in batch.items())
         if signature != self._signature:
@@ -367,8 +399,7 @@ class Parallel:
             grads, sums, norm = self.program.gradients(
                 state.params, batch, jax.random.key_data(key)
             )
-            loss, weight = sums["loss"]
-            return loss / jnp.maximum(weight, 1), norm, grads
+            return mean(*sums["loss"]), norm, grads
 
         return jax.jit(run)
 
@@ -382,6 +413,10 @@ class Parallel:
             return x[tuple(slice(0, n) for n in leaf.shape)]
 
         return loss, norm, jax.tree.map(one, grads, self._leaves)
+
+
+def _key(rng: Any) -> Any:
+    return jax.random.key(rng) if isinstance(rng, int | np.integer) else rng
 
 
 def _is_leaf(x: Any) -> bool:

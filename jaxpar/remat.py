@@ -42,11 +42,15 @@ def check(name: str) -> None:
     raise ValueError(f"remat {name!r} is not one of {', '.join(known)}{hint}")
 
 
-def wrap(function: Callable[..., Any], name: str, *, gathers: bool) -> Callable[..., Any]:
+def wrap(
+    function: Callable[..., Any], name: str, *, gathers: bool, scanned: bool
+) -> Callable[..., Any]:
     """`function` under the policy `name`.
 
     Args:
-        function: body of a scan over layers.
+        function: body of a scan over layers, or any function of arrays.
+        scanned: whether it is the body of a scan: the loop then keeps the compiler from merging the recomputation with
+            the first computation; elsewhere a barrier must.
         gathers: whether it gathers parameters, which must then not be kept even under `none`.
     """
     check(name)
@@ -71,5 +75,4 @@ def wrap(function: Callable[..., Any], name: str, *, gathers: bool) -> Callable[
             offload_src="device",
             offload_dst="pinned_host",
         )
-    # Inside a scan the loop itself keeps the compiler from merging the two computations.
-    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+    return jax.checkpoint(function, policy=policy, prevent_cse=not scanned)

@@ -73,7 +73,7 @@ def staged_loss(
         return staged.embed(outer(), batch, rng)
 
     if gathers:
-        embed = remat_policies.wrap(embed, "none", gathers=True)
+        embed = remat_policies.wrap(embed, "none", gathers=True, scanned=False)
     first = keys = None
     if rng is not None:
         count = jax.tree.leaves(stack)[0].shape[0]
@@ -85,5 +85,7 @@ def staged_loss(
         params, key = parts
         return staged.block(layer(params), carry, batch, key), None
 
-    x, _ = lax.scan(remat_policies.wrap(body, remat, gathers=gathers), x, (stack, keys))
+    x, _ = lax.scan(
+        remat_policies.wrap(body, remat, gathers=gathers, scanned=True), x, (stack, keys)
+    )
     return staged.head(outer(), x, batch)

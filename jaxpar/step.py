@@ -36,6 +36,14 @@ from jaxpar.placement import Mover, Placement
 from jaxpar.remat import GATHERED
 from jaxpar.staged import BLOCKS, Staged, staged_loss
 
+RESERVED = {"loss", "weight", "grad_norm", "skipped"}
+"""Metrics that every step reports."""
+
+
+def mean(total: Any, weight: Any) -> Any:
+    """``total / weight``, and `total` (which is 0) where no row had any weight."""
+    return total / jnp.where(weight > 0, weight, 1)
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -122,7 +130,7 @@ class Program:
             ]
             function = self.loss
             if self.remat != "none":
-                function = remat_policies.wrap(function, self.remat, gathers=False)
+                function = remat_policies.wrap(function, self.remat, gathers=False, scanned=False)
             return function(jax.tree.unflatten(self.treedef, whole), batch, rng)
         stacked = [i for i, p in enumerate(self.placements) if p.stacked]
         names = list(range(len(self.placements)))
@@ -164,6 +172,11 @@ class Program:
             )
         # Sums of this shard alone differ between shards even where the loss reads nothing of the batch.
         rows = self.mesh.physical(*(a for a in self.mover.manual if a != "model"))
+        taken = RESERVED & set(metrics)
+        if taken:
+            raise ValueError(
+                f"a metric may not be called {sorted(taken)[0]!r}: jaxpar reports one of that name"
+            )
         pairs = {"loss": (loss, weight), **metrics}
         sums = jax.tree.map(lambda a: varying(jnp.asarray(a).astype(wide), rows), pairs)
         return sums["loss"][0], sums
@@ -244,7 +257,12 @@ class Program:
         stored = [self.mover.specs(p.stored) for p in self.placements]
         rows = jax.tree.map(lambda _: self.mesh.batch_spec(), batch)
         if not self._axes:
-            return function
+            # No axis is manual, but `constrain` inside the loss still needs to know the mesh.
+            def here(*args: Any) -> Any:
+                with jax.sharding.use_abstract_mesh(self.mesh.jax_mesh.abstract_mesh):
+                    return function(*args)
+
+            return here
         return jax.shard_map(
             function,
             mesh=self.mesh.jax_mesh,
@@ -262,10 +280,9 @@ class Program:
         finished = [self.mover.specs(p.shard) for p in self.placements]
         outs = (finished, PartitionSpec(), PartitionSpec())
         grads, sums, squares = self._region(self._gradients, batch, outs)(flat, batch, rng)
-        weight = jnp.maximum(sums["loss"][1], 1)
-        norm = jnp.sqrt(squares) / weight
+        scale = mean(1, sums["loss"][1])
+        norm = jnp.sqrt(squares) * scale
         update = jnp.dtype(self.mover.precision.update)
-        scale = 1 / weight
         grads = [g.astype(update) * scale.astype(update) for g in grads]
         return jax.tree.unflatten(self.treedef, grads), sums, norm
 
@@ -276,7 +293,7 @@ class Program:
         )
         grads, sums, norm = self.gradients(state.params, batch, rng)
         weight = sums["loss"][1]
-        loss = sums["loss"][0] / jnp.maximum(weight, 1)
+        loss = mean(*sums["loss"])
         good = jnp.isfinite(norm) & jnp.isfinite(loss) & (weight > 0)
         if self.clip_norm is not None:
             factor = self.clip_norm / jnp.maximum(norm, self.clip_norm)
@@ -292,7 +309,7 @@ class Program:
         stored = jnp.dtype(self.mover.precision.params)
         params = self._restore(jax.tree.map(lambda a: a.astype(stored), new))
         skipped = state.skipped + jnp.where(good, 0, 1).astype(jnp.int32)
-        metrics = {name: total / jnp.maximum(count, 1) for name, (total, count) in sums.items()}
+        metrics = {name: mean(*pair) for name, pair in sums.items()}
         metrics |= {"weight": weight, "grad_norm": norm, "skipped": jnp.where(good, 0, 1)}
         return TrainState(
             step=state.step + 1,

@@ -1,8 +1,8 @@
 """Chips that are not here: abstract devices of a TPU slice or a GPU cluster, to compile for.
 
-``v5p:4x4x4`` needs the `tpu` extra (libtpu compiles on a CPU host), ``h100:1x8x8`` the `cuda` extra (slices x hosts x
-GPUs a host). The devices cannot run anything; `jit(...).lower(...).compile()` on a mesh of them runs the real
-compiler.
+``v5p:4x4x4`` needs the `tpu` extra (libtpu compiles on a CPU host), ``2*v5p:4x4x4`` is two such slices joined by the
+data-center network, ``h100:1x8x8`` (slices x hosts x GPUs a host) needs the `cuda` extra. The devices cannot run
+anything; `jit(...).lower(...).compile()` on a mesh of them runs the real compiler.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 28 } device_description
 _GPU = {"h100": _H100}
 
 
-def parse_topology(text: str) -> tuple[str, tuple[int, ...]]:
-    """``v5p:4x4x4`` -> ("v5p", (4, 4, 4)); raises `MeshError` with what would work."""
-    name, _, dims = text.partition(":")
+def parse_topology(text: str) -> tuple[str, tuple[int, ...], int]:
+    """``v5p:4x4x4`` -> ("v5p", (4, 4, 4), 1), ``2*v5p:4x4x4`` two slices; raises `MeshError` with what would work."""
+    count, star, rest = text.partition("*")
+    slices = int(count) if star and count.isdigit() else 1
+    name, _, dims = (rest if star else text).partition(":")
     known = [*_WRAP, *_GPU]
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
@@ -54,10 +56,10 @@ def parse_topology(text: str) -> tuple[str, tuple[int, ...]]:
     if not shape or min(shape) < 1:
         example = "h100:1x8x8" if name in _GPU else f"{name}:4x4x4"
         raise MeshError(f"topology {text!r} has no sizes; write it as {example}")
-    return name, shape
+    return name, shape, max(1, slices)
 
 
-def abstract_devices(text: str, *, slices: int = 1) -> list[Any]:
+def abstract_devices(text: str) -> list[Any]:
     """Abstract devices of a topology.
 
     Loading libtpu reads environment variables that only matter without a TPU; they are set here if unset.
@@ -65,7 +67,7 @@ def abstract_devices(text: str, *, slices: int = 1) -> list[Any]:
     Raises:
         MeshError: unknown chip, a shape that the chip does not come in, or the compiler plugin is not installed.
     """
-    name, shape = parse_topology(text)
+    name, shape, slices = parse_topology(text)
     from jax.experimental import topologies
 
     try:

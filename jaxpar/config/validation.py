@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from jaxpar.axes import parse_mesh
 from jaxpar.config.schema import ConfigError, RunConfig, nearest
@@ -17,7 +18,10 @@ def validate(config: RunConfig) -> None:
     # Numbers first: what follows divides by them.
     for error in _bad_numbers(config):
         raise ConfigError(error)
-    sizes = parse_mesh(config.mesh, _device_count(config))
+    count = _device_count(config)
+    # With an open axis and the devices not known yet, what the other axes ask for is checked; the mesh checks the rest.
+    known = config.mesh if count is not None else re.sub(r"-1\b", "1", config.mesh)
+    sizes = parse_mesh(known, count)
     for error in (*_bad_mesh(config, sizes), *_bad_options(config)):
         raise ConfigError(error)
 

@@ -33,13 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if config.topology is None:
                 print(announce(config.devices), flush=True)
             par = loop.build(config)
-            print(par.mesh, par.layout, *warnings(par.layout), sep="\n")
+            print(par.mesh, par.layout, *unsplit(par.layout), sep="\n")
             return 0
         folder = loop.choose_folder(config)
         print(announce(config.devices), flush=True)
         job = loop.prepare(config)
         layout = job.par.layout
-        print(job.par.mesh, layout, *warnings(layout), sep="\n", flush=True)
+        print(job.par.mesh, layout, *unsplit(layout), sep="\n", flush=True)
     except ValueError as error:  # every error of a config, a mesh, rules or input is one
         return refuse(error)
     from jaxpar.data import DataError
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def warnings(layout: Layout) -> list[str]:
+def unsplit(layout: Layout) -> list[str]:
     """A line for each big parameter that is whole on every device, though the mesh has an axis to split it over."""
     total = layout.bytes_per_device("parameter")
     return [
