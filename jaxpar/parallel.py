@@ -110,11 +110,7 @@ def parallelize(
         master_dtype=kind.masters,
         combine=combine,
     )
-    made = (
-        optimizer
-        if isinstance(optimizer, optax.GradientTransformation)
-        else optimizer(build(optimizer=None))
-    )
+    made = optimizer if hasattr(optimizer, "update") else optimizer(build(optimizer=None))
     layout = build(optimizer=made)
     flat, treedef = jax.tree.flatten(leaves, is_leaf=_is_leaf)
     _check_leaves(flat, staged)

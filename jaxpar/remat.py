@@ -42,6 +42,19 @@ def check(name: str) -> None:
     raise ValueError(f"remat {name!r} is not one of {', '.join(known)}{hint}")
 
 
+def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keep every result but a parameter that was gathered: its name alone is not enough, since what is not kept is
+    computed again from its operand, and the gather is the operand."""
+    if primitive.name == "name":
+        return params["name"] != GATHERED
+    if primitive.name == "all_gather":
+        axes = params["axis_name"]
+        names = axes if isinstance(axes, tuple) else (axes,)
+        # Over `model` it is activations that are gathered, over every other axis parameters.
+        return all(str(name).rsplit("_", 1)[0] == "model" for name in names)
+    return True
+
+
 def wrap(
     function: Callable[..., Any], name: str, *, gathers: bool, scanned: bool
 ) -> Callable[..., Any]:
@@ -59,7 +72,7 @@ def wrap(
     if kind == "none":
         if not gathers:
             return function
-        policy = _policies.save_anything_except_these_names(GATHERED)
+        policy = _all_but_gathered
     elif kind == "dots":
         policy = _policies.dots_with_no_batch_dims_saveable
     elif kind == "full":

@@ -21,7 +21,7 @@ BATCH = {
 def build(mesh: str, rate: float, *, microbatches: int = 1, style: str = "llama", zero: int = 1):
     config = ModelConfig(
         style=style,
-        layers=2,
+        layers=1,
         embed=32,
         heads=8,
         kv_heads=4,
@@ -57,7 +57,7 @@ def losses(par, steps: int = 2) -> list[float]:
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_the_loss_is_the_same_on_every_mesh_and_accumulation(style):
     one = losses(build("1", 0.5, style=style))
-    for mesh, microbatches in (("8x1", 1), ("4x2", 2), ("2x4", 4), ("replica=2,data=2,model=2", 1)):
+    for mesh, microbatches in (("4x2", 2), ("2x4", 1), ("replica=2,data=2,model=2", 4)):
         other = losses(build(mesh, 0.5, microbatches=microbatches, style=style))
         assert np.allclose(one, other, rtol=1e-12), mesh
 

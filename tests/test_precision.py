@@ -51,7 +51,7 @@ def test_bf16_params_with_masters_still_move_their_norms():
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), rounded, state.params))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_bf16_runs_stay_near_float32(zero):
     """Losses of 10 steps within the rounding of bfloat16, for every stage and both recipes."""
     curves = {}

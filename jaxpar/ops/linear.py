@@ -22,14 +22,19 @@ def product(
     return _product(x, weight, inner)  # pyright: ignore[reportReturnType]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x, weight, inner):
+def _dot(x, weight, inner):
     contract = (tuple(range(x.ndim - inner, x.ndim)), tuple(range(inner)))
     return lax.dot_general(x, weight, (contract, ((), ())))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x, weight, inner):
+    return _dot(x, weight, inner)
+
+
 def _forward(x, weight, inner):
-    return _product(x, weight, inner), (x, weight)
+    # The product itself, so that a remat policy that keeps products sees one.
+    return _dot(x, weight, inner), (x, weight)
 
 
 def _backward(inner, residual, cotangent):
