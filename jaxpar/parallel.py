@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +110,10 @@ def parallelize(
         master_dtype=kind.masters,
         combine=combine,
     )
-    made = optimizer if hasattr(optimizer, "update") else optimizer(build(optimizer=None))
+    # By its methods: `MultiSteps` is an optimizer too, and no GradientTransformation.
+    made: Any = optimizer
+    if not hasattr(optimizer, "update"):
+        made = cast("Callable[[Layout], Any]", optimizer)(build(optimizer=None))
     layout = build(optimizer=made)
     flat, treedef = jax.tree.flatten(leaves, is_leaf=_is_leaf)
     _check_leaves(flat, staged)
