@@ -216,7 +216,10 @@ def test_memory_under_full_remat_grows_linearly(name):
     """Sizes 1, 2, 3: were it quadratic, the two steps would differ by a quarter of their sum."""
     low, middle, high = temps(name)
     assert low < middle < high
-    assert abs((high - middle) - (middle - low)) <= 0.1 * (high - low)
+    bend = (high - middle) - (middle - low)
+    assert bend <= 0.1 * (high - low)
+    # From one chunk of queries to two, buffers come that a third does not need: the sequence may bend down, not up.
+    assert name == "sequence" or bend >= -0.1 * (high - low)
 
 
 def test_a_layer_keeps_its_input_alone():
