@@ -136,8 +136,8 @@ def test_abstract_chips_only():
 # ---- gradients over data -----------------------------------------------------------------------
 
 
-# Known shortfall, in README "Not here yet": stacked query, key and value (L, E, H, D), scattered over dimension 1, become an
-# all-reduce and a slice, on JAX 0.10 and 0.12 alike.
+# Known shortfall, in README "Not here yet": stacked query, key and value (L, E, H, D), scattered over dimension 1, become
+# an all-reduce and a slice, on JAX 0.10 and 0.12 alike.
 UNSCATTERED = pytest.mark.xfail(
     reason="scatters of stacked query, key and value become all-reduces", strict=False
 )
