@@ -10,6 +10,7 @@ Ring costs, for V bytes over K devices (each device sends): all-gather and reduc
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,10 +88,17 @@ def all_gather(x: Array, axes: Sequence[str], dim: int) -> Array:
 
 
 def reduce_scatter(x: Array, axes: Sequence[str], dim: int) -> Array:
-    """Sum over `axes` and keep this device's part of dimension `dim`."""
+    """Sum over `axes` (slowest first) and keep this device's part of dimension `dim`.
+
+    Dimensions after `dim` are taken as one: the TPU compiler lays a gradient (layers, embed, heads, dim) out with
+    `embed` innermost, and then makes an all-reduce and a slice of its scatter.
+    """
+    after = x.shape[dim + 1 :]
+    if len(after) > 1:
+        x = x.reshape(*x.shape[: dim + 1], math.prod(after))
     for axis in axes:
         x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
-    return x
+    return x.reshape(*x.shape[: dim + 1], *after)
 
 
 def around_model(function: Any, specs: tuple[PartitionSpec, ...], out: PartitionSpec) -> Any:

@@ -136,14 +136,6 @@ def test_abstract_chips_only():
 # ---- gradients over data -----------------------------------------------------------------------
 
 
-# Known shortfall, in README "Not here yet": stacked query, key and value (L, E, H, D), scattered over dimension 1, become
-# an all-reduce and a slice, on JAX 0.10 and 0.12 alike.
-UNSCATTERED = pytest.mark.xfail(
-    reason="scatters of stacked query, key and value become all-reduces", strict=False
-)
-
-
-@UNSCATTERED
 @pytest.mark.parametrize("name", STEPS)
 def test_gradients_are_really_reduce_scattered(name):
     """No all-reduce and slice in their place: all-reduces over data carry scalars and norms."""
@@ -156,8 +148,8 @@ def test_gradients_are_really_reduce_scattered(name):
     assert 0.95 * expected <= sent(p.over("data", "reduce-scatter")) <= expected
 
 
-@UNSCATTERED
-@pytest.mark.parametrize(("zero", "dtype"), [(1, "bfloat16"), (3, "bfloat16"), (3, "float32")])
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_gradients_are_sent_as_asked(zero, dtype):
     p = program(FLAT, zero=zero, **({} if dtype == "bfloat16" else {"reduce_dtype": dtype}))
     scatters = p.over("data", "reduce-scatter")
@@ -200,12 +192,12 @@ def test_no_parameter_is_gathered_over_model(name):
 
 # ---- memory ------------------------------------------------------------------------------------
 
-# Chunks of 1024 queries keep attention linear in the sequence: below that there is one.
+# Chunks of 1024 queries keep attention linear in the sequence, from two of them on: one alone keeps its scores.
 BASE = {"zero": 3, "small": 0, "layers": 4, "rows": 4}
 THREE = {
     "layers": [{"layers": n} for n in (4, 8, 12)],
     "batch": [{"rows": n} for n in (4, 8, 12)],
-    "sequence": [{"rows": 1, "seq": n} for n in (1024, 2048, 3072)],
+    "sequence": [{"rows": 1, "seq": n} for n in (2048, 4096, 6144)],
 }
 
 
@@ -218,10 +210,7 @@ def test_memory_under_full_remat_grows_linearly(name):
     """Sizes 1, 2, 3: were it quadratic, the two steps would differ by a quarter of their sum."""
     low, middle, high = temps(name)
     assert low < middle < high
-    bend = (high - middle) - (middle - low)
-    assert bend <= 0.1 * (high - low)
-    # From one chunk of queries to two, buffers come that a third does not need: the sequence may bend down, not up.
-    assert name == "sequence" or bend >= -0.1 * (high - low)
+    assert abs((high - middle) - (middle - low)) <= 0.1 * (high - low)
 
 
 def test_a_layer_keeps_its_input_alone():
