@@ -42,11 +42,18 @@ def check(name: str) -> None:
     raise ValueError(f"remat {name!r} is not one of {', '.join(known)}{hint}")
 
 
+# Kept, these would keep a gathered parameter in another shape; computed again they cost next to nothing, and their
+# operand is kept where it is an activation.
+_RESHAPING = {"broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"}
+
+
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     """Keep every result but a parameter that was gathered: its name alone is not enough, since what is not kept is
     computed again from its operand, and the gather is the operand."""
     if primitive.name == "name":
         return params["name"] != GATHERED
+    if primitive.name in _RESHAPING:
+        return False
     if primitive.name == "all_gather":
         axes = params["axis_name"]
         names = axes if isinstance(axes, tuple) else (axes,)
