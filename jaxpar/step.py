@@ -349,7 +349,7 @@ class Program:
             if p.stored != p.shard:
                 axes = self.mesh.physical(*p.axes)
                 x = jax.shard_map(
-                    functools.partial(_gather, axes=axes, dim=p.dim),
+                    functools.partial(all_gather, axes=axes, dim=p.dim),
                     mesh=self.mesh.jax_mesh,
                     in_specs=self.mesh.spec(p.shard),
                     out_specs=self.mesh.spec(p.base),
@@ -358,7 +358,3 @@ class Program:
                 )(x)
             out.append(x)
         return jax.tree.unflatten(self.treedef, out)
-
-
-def _gather(x: jax.Array, *, axes: tuple[str, ...], dim: int) -> jax.Array:
-    return all_gather(x, axes, dim)

@@ -255,10 +255,12 @@ def test_activations_between_blocks_are_split_along_the_sequence():
 # ---- dtype on the wire -------------------------------------------------------------------------
 
 # The CPU compiler widens bfloat16 sums: what was asked for stands in the program before it.
+# JAX 0.10 lists the devices of every group, 0.12 names the axes of the mesh.
 _REDUCTION = re.compile(
-    r'"stablehlo\.(all_reduce|reduce_scatter)"\(.*?replica_groups = dense<(\[\[.*?\]\])>'
-    r".*?\}\) : \(tensor<((?:\d+x)*)(\w+)>\)",
-    re.DOTALL,
+    r'"stablehlo\.(?:all_reduce|reduce_scatter)".*?replica_groups = '
+    r"(?:dense<(?P<groups>.*?)>|#stablehlo\.replica_group_mesh_axes<(?P<axes>.*?\])>)"
+    r".*?\}\) : \(tensor<(?P<dims>(?:\d+x)*)(?P<dtype>\w+)>",
+    re.S,
 )
 
 
@@ -266,15 +268,18 @@ def reductions(text: str, mesh: jaxpar.Mesh) -> list[tuple[set[str], tuple[int, 
     """(axes, shape, dtype) of every sum over devices in StableHLO text."""
     shape, names = mesh.jax_mesh.devices.shape, mesh.jax_mesh.axis_names
     out = []
-    for _, groups, dims, dtype in _REDUCTION.findall(text):
-        group = [int(d) for d in re.findall(r"\d+", groups.split("]")[0])]
-        places = np.array(np.unravel_index(group, shape))
-        axes = {n for n, along in zip(names, places, strict=True) if len(set(along)) > 1}
-        out.append((axes, tuple(int(d) for d in dims.split("x") if d), dtype))
+    for found in _REDUCTION.finditer(text):
+        if found["axes"]:
+            axes = set(re.findall(r'name = "(\w+)"', found["axes"]))
+        else:
+            group = [int(d) for d in re.findall(r"\d+", found["groups"].split("]")[0])]
+            places = np.array(np.unravel_index(group, shape))
+            axes = {n for n, along in zip(names, places, strict=True) if len(set(along)) > 1}
+        out.append((axes, tuple(int(d) for d in found["dims"].split("x") if d), found["dtype"]))
     return out
 
 
-# Not core: it reads StableHLO, whose text names groups another way from JAX 0.12 on.
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("precision", "reduce_dtype", "expected"),
     [
