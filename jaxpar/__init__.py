@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxpar.parallel import parallelize as parallelize
     from jaxpar.rules import Rules as Rules
     from jaxpar.staged import Staged as Staged
-    from jaxpar.step import TrainState as TrainState
+    from jaxpar.state import TrainState as TrainState
 
 _HOME = {
     "Layout": "layout",
@@ -35,7 +35,7 @@ _HOME = {
     "Parallel": "parallel",
     "Rules": "rules",
     "Staged": "staged",
-    "TrainState": "step",
+    "TrainState": "state",
     "constrain": "collectives",
     "global_sum": "collectives",
     "make_mesh": "mesh",

@@ -72,9 +72,9 @@ class Mesh:
             entries.pop()
         return PartitionSpec(*(e[0] if len(e) == 1 else (e or None) for e in entries))
 
-    def sharding(self, dims: Spec = (), *, memory_kind: str | None = None) -> NamedSharding:
+    def sharding(self, dims: Spec = ()) -> NamedSharding:
         """NamedSharding of an array whose dimension i is split over the logical axes `dims[i]`."""
-        return NamedSharding(self.jax_mesh, self.spec(dims), memory_kind=memory_kind)
+        return NamedSharding(self.jax_mesh, self.spec(dims))
 
     def batch_spec(self, leading: int = 0) -> PartitionSpec:
         """PartitionSpec of a batch array: rows, after `leading` whole dimensions, over the batch axes."""

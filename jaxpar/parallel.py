@@ -6,7 +6,6 @@ lowers and compiles (`Parallel.lower`), though nothing can run there.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -16,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpar import policies
 from jaxpar import precision as precisions
-from jaxpar import remat as remat_policies
 from jaxpar import zero as zero_stages
 from jaxpar.batch import with_row_ids
 from jaxpar.layout import Layout
@@ -25,7 +24,8 @@ from jaxpar.mesh import Mesh
 from jaxpar.placement import SMALL, Mover, place
 from jaxpar.rules import LAYERS, LayoutError, Leaf, Rules
 from jaxpar.staged import BLOCKS, Staged
-from jaxpar.step import Program, TrainState, mean
+from jaxpar.state import TrainState, padded, reshaped, true
+from jaxpar.step import Program, mean
 
 
 def parallelize(
@@ -78,7 +78,7 @@ def parallelize(
             )
     if schedule is not None:
         raise ValueError("a pipeline schedule needs a stage axis, which is not run by this version")
-    remat_policies.check(remat)
+    policies.parse(remat)
     kind = precisions.named(precision, reduce_dtype)
     if kind.update == "float64" and not jax.config.read("jax_enable_x64"):
         raise ValueError("precision float64 needs jax.config.update('jax_enable_x64', True)")
@@ -270,7 +270,7 @@ class Parallel:
 
     def _state(self, params: Any, rng: Any) -> TrainState:
         kind = self.program.mover.precision
-        params = self._pad(params, self._leaves)
+        params = padded(params, self._leaves)
 
         def cast(dtype: str) -> Any:
             return jax.tree.map(lambda x: x.astype(_stored(x.dtype, dtype)), params)
@@ -286,41 +286,13 @@ class Parallel:
             rng=rng,
         )
 
-    @staticmethod
-    def _pad(tree: Any, leaves: Any) -> Any:
-        def one(x: Any, leaf: Leaf) -> Any:
-            widths = [
-                (0, stored - true) for stored, true in zip(leaf.stored, leaf.shape, strict=True)
-            ]
-            return jnp.pad(x, widths) if any(w for _, w in widths) else x
-
-        return jax.tree.map(one, tree, leaves)
-
-    def _trees(self) -> list[tuple[str, Any]]:
-        return [
-            ("params", self.layout.params),
-            ("masters", self.layout.masters),
-            ("opt_state", self.layout.opt_state),
-        ]
-
     def unpad(self, state: TrainState) -> TrainState:
         """The state with every leaf in its true shape, as checkpoints hold it."""
-
-        def one(x: Any, leaf: Leaf) -> Any:
-            return x if leaf.shape == leaf.stored else x[tuple(slice(0, n) for n in leaf.shape)]
-
-        new = {
-            n: jax.tree.map(one, getattr(state, n), t) for n, t in self._trees() if t is not None
-        }
-        return dataclasses.replace(state, **new)
+        return reshaped(state, self.layout, true)
 
     def pad(self, state: TrainState) -> TrainState:
         """A state of true shapes in stored shapes and shardings; the inverse of `unpad`."""
-
-        def whole(state: TrainState) -> TrainState:
-            new = {n: self._pad(getattr(state, n), t) for n, t in self._trees() if t is not None}
-            return dataclasses.replace(state, **new)
-
+        whole = functools.partial(reshaped, layout=self.layout, change=padded)
         return jax.jit(whole, out_shardings=self.shardings)(state)
 
     # ---- batches --------------------------------------------------------------------------------------------------
@@ -408,10 +380,7 @@ class Parallel:
         """(mean loss, global gradient norm, gradient of the mean loss in true shapes), without an update."""
         loss, norm, grads = self._gradients(state, self.put(batch))
 
-        def one(x: Any, leaf: Leaf) -> Any:
-            return x[tuple(slice(0, n) for n in leaf.shape)]
-
-        return loss, norm, jax.tree.map(one, grads, self._leaves)
+        return loss, norm, true(grads, self._leaves)
 
 
 def _key(rng: Any) -> Any:

@@ -12,35 +12,22 @@
 Names in the built-in decoder: block_input, query, key, value, attention, mlp_input, gate, up. Checkpointing: Chen et al.
 2016, arXiv:1604.06174. The policy wraps the *body* of the scan over layers, else the scan keeps every residual.
 Parameters that ZeRO 3 gathered are never kept, under any policy.
+Around an opaque loss the recomputation stands behind a barrier, which the CPU compiler drops: there it saves nothing.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from jaxpar import policies
+
 GATHERED = "gathered_parameter"
 """Name of parameters gathered for one use; no policy keeps them."""
 
-NAMES = ("none", "dots", "block_inputs", "full")
 _policies = jax.checkpoint_policies
-
-
-def check(name: str) -> None:
-    """Raise ValueError, with the nearest name, unless `name` is a policy."""
-    kind, colon, names = name.partition(":")
-    if colon and kind in ("save", "offload") and all(n.strip() for n in names.split(",")):
-        return
-    if not colon and name in NAMES:
-        return
-    known = (*NAMES, "save:NAME,NAME", "offload:NAME,NAME")
-    near = difflib.get_close_matches(name, NAMES, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"remat {name!r} is not one of {', '.join(known)}{hint}")
-
 
 # Kept, these would keep a gathered parameter in another shape; computed again they cost next to nothing, and their
 # operand is kept where it is an activation.
@@ -73,9 +60,7 @@ def wrap(
             the first computation; elsewhere a barrier must.
         gathers: whether it gathers parameters, which must then not be kept even under `none`.
     """
-    check(name)
-    kind, _, names = name.partition(":")
-    listed = [n.strip() for n in names.split(",")] if names else []
+    kind, listed = policies.parse(name)
     if kind == "none":
         if not gathers:
             return function
@@ -91,7 +76,7 @@ def wrap(
     else:
         policy = _policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
-            names_which_can_be_offloaded=listed,
+            names_which_can_be_offloaded=list(listed),
             offload_src="device",
             offload_dst="pinned_host",
         )

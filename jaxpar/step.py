@@ -35,6 +35,7 @@ from jaxpar.mesh import Mesh
 from jaxpar.placement import Mover, Placement
 from jaxpar.remat import GATHERED
 from jaxpar.staged import BLOCKS, Staged, staged_loss
+from jaxpar.state import TrainState
 
 RESERVED = {"loss", "weight", "grad_norm", "skipped"}
 """Metrics that every step reports."""
@@ -43,32 +44,6 @@ RESERVED = {"loss", "weight", "grad_norm", "skipped"}
 def mean(total: Any, weight: Any) -> Any:
     """``total / weight``, and `total` (which is 0) where no row had any weight."""
     return total / jnp.where(weight > 0, weight, 1)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "masters", "opt_state", "skipped", "rng"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainState:
-    """All that changes in a run.
-
-    Attributes:
-        step: index of the next batch, int32; also advances when a step is skipped.
-        params: parameters, in their stored dtype and split.
-        masters: float32 copies that the optimizer updates, or None.
-        opt_state: state of the optax chain; its counts are numbers of applied updates.
-        skipped: number of steps that changed nothing, int32.
-        rng: raw key data, uint32; every step folds its index in.
-    """
-
-    step: Any
-    params: Any
-    masters: Any
-    opt_state: Any
-    skipped: Any
-    rng: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

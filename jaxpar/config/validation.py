@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 
+from jaxpar import policies
 from jaxpar.axes import parse_mesh
-from jaxpar.config.schema import ConfigError, RunConfig, nearest
+from jaxpar.config.schema import ConfigError, RunConfig
 
 
 def validate(config: RunConfig) -> None:
@@ -167,21 +168,11 @@ def _bad_options(config: RunConfig) -> list[str]:
         errors.append(
             f"schedule {config.schedule} needs a stage axis, which is not run by this version; leave it out"
         )
-    kind, colon, names = config.remat.partition(":")
-    if kind not in (("save", "offload") if colon else ("none", "dots", "block_inputs", "full")) or (
-        colon and not names
-    ):
-        known = ("none", "dots", "block_inputs", "full", "save:NAME,NAME", "offload:NAME,NAME")
-        errors.append(
-            f"remat {config.remat} is not one of {', '.join(known)}{nearest(config.remat, known)}"
-        )
-    elif colon:
-        saved = ("block_input", "query", "key", "value", "attention", "mlp_input", "gate", "up")
-        for name in names.split(","):
-            if name.strip() not in saved:
-                errors.append(
-                    f"remat {config.remat}: no activation is called {name.strip()!r}; there are {', '.join(saved)}"
-                )
+    common = ("block_input", "query", "key", "value", "attention", "mlp_input", "up")
+    try:
+        policies.parse(config.remat, (*common, "gate") if model.style == "llama" else common)
+    except ValueError as error:
+        errors.append(str(error))
     if config.precision == "float64" and config.reduce_dtype is not None:
         errors.append(
             f"precision float64 with reduce_dtype {config.reduce_dtype} would round gradients; leave it out"

@@ -26,9 +26,6 @@ from jaxtyping import Array, Float, Int
 from jaxpar.collectives import varies, varying
 from jaxpar.ops.tensor import TensorAxis
 
-IGNORED = -100
-"""Target of a position that has no loss."""
-
 
 class Head(NamedTuple):
     """What the loss needs to know besides its arrays (hashable: a static argument).

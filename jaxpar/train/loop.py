@@ -28,7 +28,7 @@ from jaxpar.mesh import make_mesh
 from jaxpar.models import decoder
 from jaxpar.parallel import Parallel, parallelize
 from jaxpar.sample import generate
-from jaxpar.step import TrainState
+from jaxpar.state import TrainState
 from jaxpar.train.metrics import MetricsWriter
 from jaxpar.train.report import Reporter, Result
 

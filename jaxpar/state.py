@@ -1,0 +1,68 @@
+"""All that changes in a run, and its way between stored shapes (padded) and true ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.layout import Layout
+from jaxpar.rules import Leaf
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "masters", "opt_state", "skipped", "rng"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that changes in a run.
+
+    Attributes:
+        step: index of the next batch, int32; also advances when a step is skipped.
+        params: parameters, in their stored dtype and split.
+        masters: float32 copies that the optimizer updates, or None.
+        opt_state: state of the optax chain; its counts are numbers of applied updates.
+        skipped: number of steps that changed nothing, int32.
+        rng: raw key data, uint32; every step folds its index in.
+    """
+
+    step: Any
+    params: Any
+    masters: Any
+    opt_state: Any
+    skipped: Any
+    rng: Any
+
+
+def padded(tree: Any, leaves: Any) -> Any:
+    """Arrays of true shapes with zeros at the end of every dimension that `leaves` (a pytree of `Leaf`) pads."""
+
+    def one(x: Any, leaf: Leaf) -> Any:
+        if leaf.shape == leaf.stored:
+            return x
+        return jnp.pad(x, [(0, s - n) for s, n in zip(leaf.stored, leaf.shape, strict=True)])
+
+    return jax.tree.map(one, tree, leaves)
+
+
+def true(tree: Any, leaves: Any) -> Any:
+    """Arrays of stored shapes without their padding; the inverse of `padded`."""
+
+    def one(x: Any, leaf: Leaf) -> Any:
+        return x if leaf.shape == leaf.stored else x[tuple(slice(0, n) for n in leaf.shape)]
+
+    return jax.tree.map(one, tree, leaves)
+
+
+def reshaped(state: TrainState, layout: Layout, change: Any) -> TrainState:
+    """`state` with `change` (`padded` or `true`) applied to parameters, masters and optimizer state."""
+    trees = {"params": layout.params, "masters": layout.masters, "opt_state": layout.opt_state}
+    new = {
+        n: change(getattr(state, n), leaves) for n, leaves in trees.items() if leaves is not None
+    }
+    return dataclasses.replace(state, **new)
