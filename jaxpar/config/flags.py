@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from jaxpar.config.schema import SECTIONS, ConfigError, RunConfig, from_yaml, nearest, preset
 from jaxpar.config.validation import validate
 
@@ -115,6 +117,8 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], doc: str) -> None:
         numbers = all(v.isdigit() for v in values)
         options["choices"] = [int(v) if numbers else v.strip("\"'") for v in values]
         options["type"] = int if numbers else str
+    elif kind.startswith("str | dict"):
+        options["type"], options["metavar"] = _text_or_mapping, "TEXT"
     else:
         options["type"] = {"int": int, "float": float, "str": str}[kind]
         options["metavar"] = {"int": "N", "float": "X", "str": "TEXT"}[kind]
@@ -122,6 +126,11 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], doc: str) -> None:
             options["type"] = _or_none(options["type"])
     short = ["--lr"] if field.name == "learning_rate" else []
     group.add_argument(f"--{field.name.replace('_', '-')}", *short, **options)
+
+
+def _text_or_mapping(text: str) -> Any:
+    """A value in braces is a YAML mapping, whose names may hold commas and spaces in quotes."""
+    return yaml.safe_load(text) if text.startswith("{") else text
 
 
 def _or_none(kind: type) -> Any:

@@ -86,8 +86,20 @@ class OptimizerConfig:
 class DataConfig:
     """What is trained on."""
 
-    source: str = "stdlib"
-    """stdlib: the text of Python's standard library on this machine, as bytes; or a text file, or a glob of them."""
+    source: str | dict[str, float] = "stdlib"
+    """stdlib (the text of Python's standard library on this machine), a file, folder or glob, or {SOURCE: WEIGHT, ...} to mix several."""
+    heldout: str | None = None
+    """Source to evaluate on; by default about one file in twenty of `source`, or the end of its only file."""
+    text_key: str = "text"
+    """Field of a record that holds the text, in JSONL, Parquet, ArrayRecord and Hugging Face datasets."""
+    tokenizer: str = "bytes"
+    """bytes, a Hugging Face tokenizer.json, or a SentencePiece .model file."""
+    packing: Literal["stream", "concatenate", "best_fit"] = "stream"
+    """stream: windows over all text, documents see each other. concatenate, best_fit: documents packed into rows and kept apart."""
+    cache: str | None = None
+    """Folder of token caches; by default ~/.cache/jaxpar."""
+    workers: int | None = None
+    """Processes that tokenise; by default one a core."""
     batch: int = 32
     """Rows of one optimizer step, over all devices and microbatches."""
     sequence: int = 128
@@ -132,14 +144,36 @@ class RunConfig:
     """Decides initial parameters, data order and dropout."""
     run_dir: str | None = None
     """Folder of the run; by default runs/ and the time."""
+    resume: bool = True
+    """Go on from the newest complete checkpoint of the run folder; --no-resume refuses a folder that has a run in it."""
     overwrite: bool = False
     """Replace a run folder that has something in it."""
+    stop_after: int | None = None
+    """Stop and save after so many of the steps, to go on later as if never stopped."""
     eval_every: int = 100
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_batches: int = 16
     """Held-out batches of one evaluation during the run; the last one takes all."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 saves at the end only."""
+    async_checkpoint: bool = True
+    """Write checkpoints while training goes on."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints that stay; 0 keeps all."""
+    keep_best: int = 0
+    """Checkpoints of the lowest evaluation loss that stay as well."""
+    keep_every: int = 0
+    """Checkpoints at multiples of so many steps stay for good; 0 for none."""
+    init_from: str | None = None
+    """Run folder or checkpoint whose weights a new run starts from, at step 0."""
+    allow_cast: bool = False
+    """Let values change their dtype when a checkpoint is read."""
+    reset_optimizer: bool = False
+    """Start the optimizer state anew when a checkpoint is read."""
+    max_bad_steps: int = 10
+    """Skipped steps in a row after which the run goes back to its last good checkpoint and leaves out their data; 0 never does."""
+    max_rollbacks: int = 3
+    """Times that a run may go back before it ends with an error."""
     sample_tokens: int = 200
     """Tokens of the continuation that is printed at the end; 0 for none."""
     show: Literal["layout"] | None = None

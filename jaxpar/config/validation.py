@@ -50,11 +50,15 @@ def _bad_numbers(config: RunConfig) -> list[str]:
         "heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim, "mlp": model.mlp,
         "vocab": model.vocab, "positions": model.positions, "eval_batches": config.eval_batches,
         "devices": 1 if config.devices is None else config.devices,
+        "stop_after": 1 if config.stop_after is None else config.stop_after,
+        "workers": 1 if data.workers is None else data.workers,
         "attention_chunks": 1 if config.attention_chunks is None else config.attention_chunks,
     }  # fmt: skip
     errors += [f"{name} is {value}; at least 1" for name, value in least_one.items() if value < 1]
     least_zero = {
         "eval_every": config.eval_every, "checkpoint_every": config.checkpoint_every, "z_loss": config.z_loss,
+        "keep_checkpoints": config.keep_checkpoints, "keep_best": config.keep_best, "keep_every": config.keep_every,
+        "max_bad_steps": config.max_bad_steps, "max_rollbacks": config.max_rollbacks,
         "sample_tokens": config.sample_tokens, "warmup_steps": optimizer.warmup_steps, "seed": config.seed,
         "weight_decay": optimizer.weight_decay, "learning_rate": optimizer.learning_rate, "eps": optimizer.eps,
     }  # fmt: skip
@@ -89,6 +93,14 @@ def _bad_numbers(config: RunConfig) -> list[str]:
         errors.append(
             f"clip_norm is {config.clip_norm}; above 0, or none to leave gradients as they are"
         )
+    if isinstance(data.source, dict):
+        errors += [
+            f"source {name!r} has weight {weight}; a finite number above 0"
+            for name, weight in data.source.items()
+            if not 0 < weight < math.inf
+        ]
+        if not data.source:
+            errors.append("source is an empty mixture; give at least one source and its weight")
     if optimizer.warmup_steps > config.steps:
         errors.append(
             f"warmup_steps {optimizer.warmup_steps} is more than steps {config.steps}; the rate would never peak"
@@ -145,7 +157,9 @@ def _bad_mesh(config: RunConfig, sizes: dict[str, int]) -> list[str]:
 
 def _bad_options(config: RunConfig) -> list[str]:
     errors = []
-    model = config.model
+    model, data = config.model, config.data
+    if config.overwrite and config.init_from and config.run_dir and config.init_from.startswith(config.run_dir):
+        errors.append("init_from lies in the run folder that --overwrite would replace; choose another --run-dir")
     if model.heads % model.kv_heads:
         fits = [k for k in range(1, model.heads + 1) if model.heads % k == 0]
         errors.append(
@@ -159,7 +173,7 @@ def _bad_options(config: RunConfig) -> list[str]:
         errors.append(
             f"sequence {config.data.sequence} is longer than the {model.positions} learned positions"
         )
-    if model.vocab < 256:
+    if data.tokenizer == "bytes" and model.vocab < 256:
         errors.append(f"vocab {model.vocab} is too small for bytes; at least 256")
     chunks = config.attention_chunks or 1
     if config.data.sequence % chunks:
