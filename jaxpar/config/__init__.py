@@ -7,6 +7,7 @@ nearest; `validate` refuses every combination that cannot run and says what woul
 from jaxpar.config.flags import check_environment, load, parse
 from jaxpar.config.presets import PRESETS
 from jaxpar.config.schema import (
+    SECTIONS,
     ConfigError,
     DataConfig,
     ModelConfig,
@@ -14,6 +15,7 @@ from jaxpar.config.schema import (
     RunConfig,
     from_dict,
     from_yaml,
+    nearest,
     to_dict,
     to_yaml,
 )
@@ -21,6 +23,7 @@ from jaxpar.config.validation import validate
 
 __all__ = [
     "PRESETS",
+    "SECTIONS",
     "ConfigError",
     "DataConfig",
     "ModelConfig",
@@ -30,6 +33,7 @@ __all__ = [
     "from_dict",
     "from_yaml",
     "load",
+    "nearest",
     "parse",
     "to_dict",
     "to_yaml",
