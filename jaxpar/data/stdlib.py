@@ -9,7 +9,8 @@ from __future__ import annotations
 import pathlib
 import sysconfig
 
-from jaxpar.data.files import Corpus, DataError, read_text, split
+from jaxpar.data.errors import DataError
+from jaxpar.data.files import Corpus, File, describe, read_text, split
 
 # Installed packages are not the standard library; its tests are over half of its bytes, and some
 # of them are not text on purpose.
@@ -40,3 +41,26 @@ def read_stdlib(root: str | pathlib.Path | None = None) -> Corpus:
             "give text files instead"
         )
     return split(texts, one_in=30)
+
+
+def stdlib_files(root: str | pathlib.Path | None = None) -> list[File]:
+    """Every ``.py`` of the standard library outside its tests, but the empty ones.
+
+    Args:
+        root: folder to read instead of this Python's.
+
+    Raises:
+        DataError: this Python came without the source of its library.
+    """
+    folder = pathlib.Path(root or sysconfig.get_path("stdlib"))
+    paths = [
+        str(path)
+        for path in sorted(folder.rglob("*.py"))
+        if not _LEFT_OUT & set(path.relative_to(folder).parts) and path.stat().st_size
+    ]
+    if not paths:
+        raise DataError(
+            f"no .py file under {folder}, where this Python keeps its library; "
+            "give text files instead"
+        )
+    return describe(paths, root=str(folder))
