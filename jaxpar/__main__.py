@@ -8,6 +8,9 @@ import sys
 
 COMMANDS = {
     "train": "train a decoder on any data x model mesh",
+    "eval": "loss of a checkpoint over held-out text",
+    "sample": "continue a text with a checkpoint",
+    "checkpoint": "list, verify, compare and convert checkpoints",
     "bench": "measure the step of a config",
 }
 
