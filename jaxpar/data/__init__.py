@@ -1,22 +1,36 @@
-"""Where tokens come from: a source of text becomes byte tokens, and tokens become batches.
+"""Where tokens come from: sources of text become batches of tokens, the same ones on every mesh.
 
 ```
-source ("stdlib", a path, a glob) ─► Corpus(train, heldout) ─► Windows.batch(step)
-                                                               {"tokens", "targets", "row_id"}
+sources ─► TokenStore: documents as tokens ─► rows ─► batch(step)
+                                                      tokens, targets, row_id
+                                                      packed: positions, segments
 ```
+
+`build` makes all of it from a config; `prefetch` reads ahead of the caller.
 """
 
 from __future__ import annotations
 
-from jaxpar.data.files import Corpus, DataError, decode, encode, read_files
+from jaxpar.data.batches import TrainBatches
+from jaxpar.data.dataset import Dataset, build
+from jaxpar.data.errors import DataError
+from jaxpar.data.files import Corpus, decode, encode, read_files
+from jaxpar.data.heldout import HeldOutBatches
+from jaxpar.data.iterate import prefetch
 from jaxpar.data.stdlib import read_stdlib
-from jaxpar.data.windows import HeldOut, Windows, check_tokens, prefetch
+from jaxpar.data.store import TokenStore
+from jaxpar.data.windows import HeldOut, Windows, check_tokens
 
 __all__ = [
     "Corpus",
     "DataError",
+    "Dataset",
     "HeldOut",
+    "HeldOutBatches",
+    "TokenStore",
+    "TrainBatches",
     "Windows",
+    "build",
     "check_tokens",
     "decode",
     "encode",

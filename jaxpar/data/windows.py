@@ -1,36 +1,23 @@
-"""Tokens as batches: fixed windows in a shuffled order that is a pure function of (seed, step).
+"""Batches of one array of tokens, without documents: what `TrainBatches` of a `Stream` reads.
 
 ```
 tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 ...         seq = 4
 window 0   tokens  t0 t1 t2 t3   targets t1 t2 t3 t4
 window 1   tokens  t4 t5 t6 t7   targets t5 t6 t7 t8
 ```
-
-Every target belongs to exactly one window. Row r of batch s is place ``s * rows + r`` of an endless
-order in which each epoch is another permutation of all windows. The permutation is a keyed Feistel
-network: any place of it costs the same and needs no memory, so step a million is as near as step 0.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
 
 import numpy as np
-from jaxtyping import Int, UInt64
+from jaxtyping import Int
 
-from jaxpar.data.files import DataError
-
-IGNORED = -100
-"""Target that the loss leaves out."""
-
-_ROUNDS = 6
-
-Batch = dict[str, np.ndarray]
-Item = TypeVar("Item")
+from jaxpar.data.errors import DataError
+from jaxpar.data.order import shuffled
+from jaxpar.data.packing import IGNORED, Batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,12 +56,7 @@ class Windows:
     def ids(self, step: int) -> Int[np.ndarray, " rows"]:
         """Indices of the windows in batch `step`."""
         places = step * self.rows + np.arange(self.rows)
-        epochs, within = np.divmod(places, self.count)
-        out = np.empty(self.rows, np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            out[here] = permute(within[here], size=self.count, seed=self.seed, epoch=int(epoch))
-        return out
+        return shuffled(places, size=self.count, seed=self.seed)
 
     def batch(self, step: int) -> Batch:
         """Batch `step`: tokens and targets (rows, seq) int32, row_id (rows,) int32.
@@ -162,59 +144,3 @@ def check_tokens(batch: Batch, vocab: int, *, where: str) -> None:
                 f"{where}, row {row}: {name}[{position}] is {worst}, outside the vocabulary "
                 f"(0 to {vocab - 1}){remedy}"
             )
-
-
-def permute(
-    places: Int[np.ndarray, " n"], *, size: int, seed: int, epoch: int
-) -> Int[np.ndarray, " n"]:
-    """Images of `places` under the permutation of ``range(size)`` keyed by (seed, epoch).
-
-    A Feistel network over a grid just larger than `size`; a place that lands outside goes through
-    again (cycle walking; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
-
-    >>> sorted(permute(np.arange(5), size=5, seed=0, epoch=0).tolist())
-    [0, 1, 2, 3, 4]
-    """
-    a = math.isqrt(size - 1) + 1
-    b = math.ceil(size / a)
-    keys = _mix(np.arange(_ROUNDS, dtype=np.uint64) ^ _word(seed))
-    keys = _mix(keys ^ _word(epoch))
-
-    def once(x: np.ndarray) -> np.ndarray:
-        left, right = np.divmod(x, np.uint64(b))
-        for k in range(0, _ROUNDS, 2):
-            left = (left + _mix(right ^ keys[k]) % np.uint64(a)) % np.uint64(a)
-            right = (right + _mix(left ^ keys[k + 1]) % np.uint64(b)) % np.uint64(b)
-        return left * np.uint64(b) + right
-
-    out = once(np.asarray(places).astype(np.uint64))
-    while (outside := out >= size).any():
-        out[outside] = once(out[outside])
-    return out.astype(np.int64)
-
-
-def _word(n: int) -> np.uint64:
-    """64 bits of a number, far apart for neighbours."""
-    return _mix(np.array([(n + 1) * 0x9E3779B97F4A7C15 % 2**64], np.uint64))[0]
-
-
-def _mix(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def prefetch(make: Callable[[int], Item], steps: Iterable[int]) -> Iterator[Item]:
-    """``make(step)`` for every step in order, one ahead of the caller, in a thread.
-
-    What `make` raises is raised here, at its own step.
-    """
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="prefetch") as pool:
-        pending: concurrent.futures.Future[Item] | None = None
-        for step in steps:
-            ready, pending = pending, pool.submit(make, step)
-            if ready is not None:
-                yield ready.result()
-        if pending is not None:
-            yield pending.result()

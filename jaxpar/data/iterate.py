@@ -1,0 +1,57 @@
+"""Reading ahead: items are made by Grain's threads while the caller is busy, and come in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar, cast
+
+Item = TypeVar("Item")
+
+
+def prefetch(
+    make: Callable[[int], Item], steps: Iterable[int], *, threads: int = 2, ahead: int = 2
+) -> Iterator[Item]:
+    """``make(step)`` for every step in order, made in threads while the caller is busy.
+
+    What `make` raises is raised here as it is, at its own step. Nothing begins before the first item
+    is asked for; closing the iterator, or an error in the loop over it, ends the threads.
+
+    Args:
+        make: called once a step, by several threads at once.
+        steps: finite; any steps in any order.
+        threads: how many items are made at the same time.
+        ahead: how many are made before they are asked for.
+    """
+    # Grain imports JAX, which the processes that tokenise must not wait for.
+    import grain
+
+    options = grain.ReadOptions(num_threads=min(threads, ahead), prefetch_buffer_size=ahead)
+    source = _Source(make, steps if isinstance(steps, Sequence) else tuple(steps))
+    items = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+    try:
+        for item, error in items:
+            if error is not None:
+                raise error
+            yield cast(Item, item)
+    finally:
+        items.close()
+
+
+class _Source(Generic[Item]):
+    """What Grain asks of a data source: a length, and an item for each index.
+
+    An item comes with the error that came instead of it: what Grain carries itself, it writes notes
+    on, and a StopIteration would end the loop early without a word.
+    """
+
+    def __init__(self, make: Callable[[int], Item], steps: Sequence[int]):
+        self._make, self._steps = make, steps
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, index: int) -> tuple[Item | None, BaseException | None]:
+        try:
+            return self._make(self._steps[index]), None
+        except BaseException as error:
+            return None, error

@@ -1,0 +1,319 @@
+"""Rows of a store in each packing: given numbers of rows, their tokens, targets and documents.
+
+```
+documents      a0 a1 a2 | b0 b1 | c0 c1 c2 c3        seq = 4, . is -100, 0 in segments is padding
+
+stream         tokens   a0 a1 a2 b0   b1 c0 c1 c2    one text, documents see each other
+               targets  a1 a2 b0 b1   c0 c1 c2 c3
+
+concatenate    tokens   a0 a1 a2 b0   b1 c0 c1 c2    one text cut into rows, documents kept apart
+               targets  a1 a2 .  b1   .  c1 c2 c3
+               positions 0 1  2  0    0  0  1  2
+               segments  1 1  1  2    1  2  2  2
+
+best_fit       tokens   c0 c1 c2 b0   a0 a1 .. ..    whole documents where they fit (best_fit.py)
+               targets  c1 c2 c3 b1   a1 a2 .  .
+               positions 0 1  2  0    0  1  0  0
+               segments  1 1  1  2    1  1  0  0
+```
+
+A row is a dict of arrays: tokens, targets, and for packed rows positions and segments, each
+(rows, seq) int32. Only the rows that are asked for are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32, UInt8
+
+from jaxpar.data.best_fit import Plan
+from jaxpar.data.errors import DataError
+from jaxpar.data.store import TokenStore
+
+IGNORED = -100
+"""Target that the loss leaves out."""
+
+Batch = dict[str, np.ndarray]
+
+
+class Rows(Protocol):
+    """Rows of one source."""
+
+    store: TokenStore
+    seq: int
+    packed: bool
+    """Whether there are positions and segments."""
+
+    def __len__(self) -> int:
+        """Rows an epoch."""
+        ...
+
+    def read(self, rows: Int[np.ndarray, " n"]) -> Batch:
+        """These rows, in this order."""
+        ...
+
+
+class Stream:
+    """Windows over all text: window w is tokens ``w * seq`` to ``(w + 1) * seq``, targets one later.
+
+    Args:
+        tail: whether the last window may be filled up; else the tail is left out.
+
+    Raises:
+        DataError: fewer tokens than one window needs.
+    """
+
+    packed = False
+
+    def __init__(self, store: TokenStore, seq: int, *, tail: bool = False):
+        self.store, self.seq = store, seq
+        pairs = max(len(store.tokens) - 1, 0)
+        self._count = math.ceil(pairs / seq) if tail else pairs // seq
+        if not self._count:
+            need = "give one target" if tail else f"fill one window of {seq} + 1"
+            raise DataError(
+                f"{store.name}: {len(store.tokens)} tokens do not {need}; give more text"
+                + ("" if tail else ", or a shorter data.sequence")
+            )
+        self._tokens, self._mask = _plain(store)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, rows: Int[np.ndarray, " n"]) -> Batch:
+        """tokens and targets, which may be views of one array."""
+        shape = (len(rows), self.seq + 1)
+        span = np.zeros(shape, np.int32)
+        starts = rows * self.seq
+        _copy(self._tokens, span, starts)
+        tokens, targets = span[:, :-1], span[:, 1:]
+        if self._mask is not None:
+            mask = np.zeros(shape, np.uint8)
+            _copy(self._mask, mask, starts)
+            targets = np.where(mask[:, 1:], targets, np.int32(IGNORED))
+        filled = len(self._tokens) - 1 - starts
+        if filled.min(initial=self.seq) < self.seq:
+            real = np.arange(self.seq) < filled[:, None]
+            tokens, targets = np.where(real, tokens, 0), np.where(real, targets, np.int32(IGNORED))
+        return {"tokens": tokens, "targets": targets}
+
+
+class Concatenated:
+    """The stream of documents cut into rows of seq; the last row is filled up.
+
+    A document that goes on in the next row is a new segment there, with positions from 0.
+
+    Raises:
+        DataError: no document has two tokens, or all of them are shorter than one row.
+    """
+
+    packed = True
+
+    def __init__(self, store: TokenStore, seq: int, *, tail: bool = False):
+        self.store, self.seq = store, seq
+        _check_packed(store, 2 if tail else seq)
+        self._tokens, self._mask = _plain(store)
+        # The very last token ends a document: as an input it would have no target.
+        self._count = math.ceil((len(self._tokens) - 1) / seq)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, rows: Int[np.ndarray, " n"]) -> Batch:
+        """tokens, targets, positions, segments."""
+        offsets = self.store.offsets
+        begin = rows * self.seq
+        end = np.minimum(begin + self.seq, len(self._tokens))
+        first = np.searchsorted(offsets, begin, side="right") - 1
+        counts = np.searchsorted(offsets, end, side="left") - first
+        line = np.repeat(np.arange(len(rows)), counts)
+        document = np.arange(len(line)) + (first - (np.cumsum(counts) - counts))[line]
+        until = offsets[document + 1]
+        start = np.maximum(offsets[document], begin[line])
+        stop = np.minimum(until, end[line])
+        if (stop == start).any():  # documents without a token
+            some = stop > start
+            line, start, stop, until = line[some], start[some], stop[some], until[some]
+            counts = np.bincount(line, minlength=len(rows))
+        pieces = _Pieces(
+            counts=counts,
+            at=start + (self.seq * np.arange(len(rows)) - begin)[line],
+            start=start,
+            length=stop - start,
+            closed=stop == until,
+        )
+        tokens = np.zeros((len(rows), self.seq), np.int32)
+        _copy(self._tokens, tokens, begin)
+        mask = None
+        if self._mask is not None:
+            mask = np.zeros((len(rows), self.seq), np.uint8)
+            _copy(self._mask, mask, begin)
+        return _packed(self._tokens, self._mask, tokens, mask, pieces)
+
+
+class BestFit:
+    """The rows of a `Plan`.
+
+    Raises:
+        DataError: as `Concatenated`.
+    """
+
+    packed = True
+
+    def __init__(self, store: TokenStore, seq: int, plan: Plan):
+        self.store, self.seq, self.plan = store, seq, plan
+        _check_packed(store, seq)
+        self._tokens, self._mask = _plain(store)
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def read(self, rows: Int[np.ndarray, " n"]) -> Batch:
+        """tokens, targets, positions, segments."""
+        plan = self.plan
+        first = plan.first[rows]
+        counts = plan.first[rows + 1] - first
+        heads = np.cumsum(counts) - counts
+        line = np.repeat(np.arange(len(rows)), counts)
+        which = np.arange(len(line)) + (first - heads)[line]
+        start, length = plan.start[which], plan.length[which].astype(np.int64)
+        before = np.cumsum(length) - length
+        at = before + (self.seq * np.arange(len(rows)) - before[heads])[line]
+        pieces = _Pieces(counts=counts, at=at, start=start, length=length, closed=None)
+        tokens = np.zeros((len(rows), self.seq), np.int32)
+        _copy_pieces(self._tokens, tokens, pieces)
+        mask = None
+        if self._mask is not None:
+            mask = np.zeros((len(rows), self.seq), np.uint8)
+            _copy_pieces(self._mask, mask, pieces)
+        return _packed(self._tokens, self._mask, tokens, mask, pieces)
+
+
+def gather(sources: Sequence[Rows], source: np.ndarray, row: np.ndarray) -> Batch:
+    """One row of one source for each entry; a source of -1 is a row without a target.
+
+    Args:
+        source: (rows,) index into `sources`, or -1.
+        row: (rows,) index of its row.
+    """
+    present = np.unique(source)
+    if len(present) == 1 and present[0] >= 0:
+        return sources[present[0]].read(row)
+    shape = (len(source), sources[0].seq)
+    batch = {"tokens": np.zeros(shape, np.int32), "targets": np.full(shape, IGNORED, np.int32)}
+    if sources[0].packed:
+        batch |= {"positions": np.zeros(shape, np.int32), "segments": np.zeros(shape, np.int32)}
+    for which in present[present >= 0]:
+        here = source == which
+        for name, part in sources[which].read(row[here]).items():
+            batch[name][here] = part
+    return batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pieces:
+    """Parts of documents in the rows of a batch, in order, none empty, at least one a row.
+
+    Attributes:
+        counts: pieces of each row.
+        at: place of the first token in the flat batch, row * seq + position.
+        start: place of the first token in the store.
+        length: tokens.
+        closed: whether the document ends with the piece: its last token has no target. None: never.
+    """
+
+    counts: Int[np.ndarray, " rows"]
+    at: Int[np.ndarray, " pieces"]
+    start: Int[np.ndarray, " pieces"]
+    length: Int[np.ndarray, " pieces"]
+    closed: Bool[np.ndarray, " pieces"] | None
+
+
+def _packed(
+    stored: Int[np.ndarray, " tokens"],
+    stored_mask: UInt8[np.ndarray, " tokens"] | None,
+    tokens: Int32[np.ndarray, "rows seq"],
+    mask: UInt8[np.ndarray, "rows seq"] | None,
+    pieces: _Pieces,
+) -> Batch:
+    """A batch of the tokens that were copied, 0 where nothing was."""
+    rows, seq = tokens.shape
+    last = pieces.at + pieces.length - 1
+    # A closed piece may end with the store; what is read for it does not count.
+    after = np.minimum(pieces.start + pieces.length, len(stored) - 1)
+    follows = stored[after].astype(np.int32)
+    labels = tokens
+    if mask is not None and stored_mask is not None:
+        labels = np.where(mask, tokens, np.int32(IGNORED))
+        follows[stored_mask[after] == 0] = IGNORED
+    if pieces.closed is not None:
+        follows[pieces.closed] = IGNORED
+    targets = np.empty_like(tokens)
+    targets.ravel()[:-1] = labels.ravel()[1:]
+    targets.ravel()[last] = follows
+
+    # Both are running sums: one array of steps and one pass, whatever the number of documents.
+    step = np.ones(rows * seq, np.int32)
+    step[pieces.at[:1]] = 0
+    step[pieces.at[1:]] = 1 - np.diff(pieces.at)
+    mark = np.zeros(rows * seq, np.int32)
+    mark[pieces.at] = 1
+    mark[seq::seq] = 1 - pieces.counts[:-1]
+    batch = {
+        "tokens": tokens,
+        "targets": targets,
+        "positions": np.cumsum(step, dtype=np.int32).reshape(rows, seq),
+        "segments": np.cumsum(mark, dtype=np.int32).reshape(rows, seq),
+    }
+    _clear_padding(batch, last[np.cumsum(pieces.counts) - 1] + 1)
+    return batch
+
+
+def _clear_padding(batch: Batch, filled: Int[np.ndarray, " rows"]) -> None:
+    """Clear what is behind `filled`, the place in the flat batch where each row ends."""
+    rows, seq = batch["tokens"].shape
+    room = seq * np.arange(1, rows + 1) - filled
+    total = int(room.sum())
+    if not total:
+        return
+    place = np.arange(total) + np.repeat(filled - (np.cumsum(room) - room), room)
+    batch["targets"].ravel()[place] = IGNORED
+    batch["positions"].ravel()[place] = 0
+    batch["segments"].ravel()[place] = 0
+
+
+def _copy(stored: np.ndarray, out: np.ndarray, starts: Int[np.ndarray, " rows"]) -> None:
+    """Fill row i of `out` from place ``starts[i]`` on, as far as there is something."""
+    width = out.shape[1]
+    for line, start in zip(out, starts.tolist(), strict=True):
+        part = stored[start : start + width]
+        line[: len(part)] = part
+
+
+def _copy_pieces(stored: np.ndarray, out: np.ndarray, pieces: _Pieces) -> None:
+    flat = out.ravel()
+    places = (pieces.at, pieces.start, pieces.length)
+    for at, start, length in zip(*(x.tolist() for x in places), strict=True):
+        flat[at : at + length] = stored[start : start + length]
+
+
+def _plain(store: TokenStore) -> tuple[np.ndarray, np.ndarray | None]:
+    """Tokens and mask as plain arrays: a slice of a memmap costs ten times as much."""
+    mask = store.mask
+    return np.asarray(store.tokens), None if mask is None else np.asarray(mask)
+
+
+def _check_packed(store: TokenStore, least: int) -> None:
+    tokens = len(store.tokens)
+    if not (np.diff(store.offsets) > 1).any():
+        raise DataError(f"{store.name}: no document of {len(store)} has two tokens; give more text")
+    if tokens < least:
+        raise DataError(
+            f"{store.name}: {tokens} tokens do not fill one row of {least}; "
+            "give more text, or a shorter data.sequence"
+        )
