@@ -242,8 +242,10 @@ def load(name: str) -> Tokenizer:
     return HuggingFace(content, name=name, end=_configured_end(path))
 
 
-def cut(text: str, size: int = LONGEST) -> Iterator[str]:
+def cut(text: str, size: int) -> Iterator[str]:
     r"""A text in pieces of at most `size` characters, cut after line ends, else before spaces.
+
+    Of line ends the last one between two lines of words is taken, where there is one.
 
     Where to cut depends on the next `size` characters alone, so that a reader who sees no more of
     the text than that cuts it at the same places.
@@ -259,8 +261,15 @@ def cut(text: str, size: int = LONGEST) -> Iterator[str]:
     yield text[at:]
 
 
-def piece_end(text: str, at: int, size: int = LONGEST) -> int:
+def piece_end(text: str, at: int, size: int) -> int:
     """Where the piece that begins at `at` ends, of a text that has more than `size` from there."""
+    # Between two lines of words no tokenizer in use joins anything; indentation and blank lines
+    # some of them do join with the line end.
+    newline = text.rfind("\n", at, at + size - 1)
+    while newline > at:
+        if not text[newline - 1].isspace() and not text[newline + 1].isspace():
+            return newline + 1
+        newline = text.rfind("\n", at, newline)
     if (newline := text.rfind("\n", at, at + size)) >= 0:
         return newline + 1
     # The space belongs to the word behind it in most vocabularies.
@@ -299,7 +308,7 @@ def _configured_end(path: str) -> str | None:
 def _in_pieces(texts: Sequence[str], encode: Callable[[list[str]], list[Ids]]) -> list[Ids]:
     if all(len(text) <= LONGEST for text in texts):
         return encode(list(texts))
-    pieces = [list(cut(text)) for text in texts]
+    pieces = [list(cut(text, LONGEST)) for text in texts]
     ids = iter(encode([piece for of_text in pieces for piece in of_text]))
     return [np.concatenate([next(ids) for _ in of_text]) for of_text in pieces]
 

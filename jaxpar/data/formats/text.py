@@ -10,11 +10,10 @@ import codecs
 import itertools
 from collections.abc import Callable, Iterator
 
-from jaxpar.data import streams
+from jaxpar.data import streams, tokenizers
 from jaxpar.data.errors import DataError
 from jaxpar.data.files import File
 from jaxpar.data.formats.pieces import Piece, Rows
-from jaxpar.data.tokenizers import LONGEST, piece_end
 
 BIG = 64 << 20
 
@@ -36,12 +35,13 @@ def plan(file: File, text_key: str) -> list[Piece]:
 def read(piece: Piece, text_key: str, end: int) -> Iterator[Rows]:
     """The text in parts as `tokenizers.cut` makes them of the whole piece."""
     del text_key, end
+    longest = tokenizers.LONGEST
     text, anything = "", False
     for block in _decoded(piece):
         text, at = text + block, 0
         anything = anything or bool(block)
-        while len(text) - at > LONGEST:
-            stop = piece_end(text, at)
+        while len(text) - at > longest:
+            stop = tokenizers.piece_end(text, at, longest)
             yield Rows([text[at:stop]], _where(piece), unfinished=True)
             at = stop
         text = text[at:]
