@@ -135,6 +135,14 @@ def exists(path: str) -> bool:
     return os.path.isfile(path)
 
 
+def is_folder(path: str) -> bool:
+    """Whether there is such a folder."""
+    if is_remote(path):
+        system, inside = _filesystem(path)
+        return system.isdir(inside)
+    return os.path.isdir(path)
+
+
 def below(folder: str) -> list[str]:
     """Every file under a folder, sorted; hidden ones are left out."""
     if is_remote(folder):

@@ -119,7 +119,7 @@ def inputs(source: str) -> list[_Input]:
     if source == "stdlib":
         return [_Input("text", file) for file in stdlib_files()]
     path = files.expand(source)
-    if huggingface.is_saved(path):
+    if files.is_folder(path) and huggingface.is_saved(path):
         return [_Input("huggingface", huggingface.saved(path))]
     out: dict[str, _Input] = {}
     for file in files.find(source):

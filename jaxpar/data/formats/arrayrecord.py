@@ -91,14 +91,19 @@ def _reader(file: File) -> Iterator[Any]:
             "none for this system: convert it to JSONL or Parquet where there is one"
         ) from error
     with _local(file.path) as path:
-        try:
-            reader = library.ArrayRecordReader(path)
-        except (RuntimeError, ValueError) as error:
-            raise _damaged(file.path, error) from error
+        reader = library.ArrayRecordReader(path)
+        if not reader.ok():
+            try:
+                reader.close()  # says only now why the file cannot be read
+            except RuntimeError as error:
+                raise _damaged(file.path, error) from error
+            raise _damaged(file.path, RuntimeError("no reason is given"))
         try:
             yield reader
         finally:
-            reader.close()
+            # What went wrong has been said by `read` already.
+            with contextlib.suppress(RuntimeError):
+                reader.close()
 
 
 @contextlib.contextmanager
