@@ -10,8 +10,11 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import logging
+import os
 import pathlib
 import platform
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from jaxpar.checkpoint.files import META, STATE, CheckpointError, Damaged
 
@@ -43,6 +47,8 @@ class Writer:
 
     def __init__(self) -> None:
         self._orbax = ocp.AsyncCheckpointer(_composite(), async_options=_ASYNC)
+        self._filter = _SaidAnyway()
+        logging.getLogger("absl").addFilter(self._filter)
 
     def start(
         self, path: pathlib.Path, arrays: Mapping[str, Any], meta: Callable[[], Mapping[str, Any]]
@@ -63,7 +69,9 @@ class Writer:
         self._orbax.wait_until_finished()
 
     def close(self) -> None:
+        """Let go of Orbax's threads."""
         self._orbax.close()
+        logging.getLogger("absl").removeFilter(self._filter)
 
 
 def _held(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +80,7 @@ def _held(arrays: Mapping[str, Any]) -> dict[str, Any]:
     From an accelerator it copies to the host before it returns. On a CPU the host copy is the device's own buffer, which
     the next step may write over.
     """
-    held = {k: x.copy() if isinstance(x, np.ndarray) else x for k, x in arrays.items()}
+    held = {k: x if isinstance(x, jax.Array) else np.array(x) for k, x in arrays.items()}
     here = {k: x for k, x in held.items() if isinstance(x, jax.Array) and _on_cpu(x)}
     return held | dict(zip(here, _copies(tuple(here.values())), strict=True))
 
@@ -148,8 +156,19 @@ class _reading:
 
 def reason(error: BaseException) -> str:
     """An error of Orbax or of the disk on one line of bearable length."""
-    lines = " ".join(str(error).split()) or type(error).__name__
-    return lines if len(lines) <= 300 else f"{lines[:300]}..."
+    line = " ".join(str(error).split()) or type(error).__name__
+    # What TensorStore adds are its own paths, several times over.
+    code = re.search(r"\[os_error_code='(\d+)'\]", line)
+    if code:
+        return os.strerror(int(code[1]))
+    return line if len(line) <= 400 else f"{line[:200]} ... {line[-200:]}"
+
+
+class _SaidAnyway(logging.Filter):
+    """Leaves out the tracebacks that Orbax logs, several times, of errors that it also raises."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
 
 
 class _LateJson(ocp.JsonCheckpointHandler):
@@ -163,7 +182,7 @@ class _LateJson(ocp.JsonCheckpointHandler):
             if jax.process_index() == 0:
                 (directory / "metadata").write_text(text)
 
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="meta")]
+        return [CommitFutureAwaitingContractedSignals(write(), name="meta")]
 
 
 @ocp.args.register_with_handler(_LateJson, for_save=True)
@@ -179,10 +198,22 @@ class _LateJsonRestore(ocp.args.CheckpointArgs):
 
 
 def _composite() -> ocp.CompositeCheckpointHandler:
-    arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
-    options = ocp.CompositeOptions(async_options=_ASYNC)
+    arrays = ocp.PyTreeCheckpointHandler(
+        use_compression=False,  # weights do not get smaller, and training needs the cores
+        type_handler_registry=_type_handlers(),
+    )
     return ocp.CompositeCheckpointHandler(
-        composite_options=options, **{STATE: arrays, META: _LateJson()}
+        composite_options=ocp.CompositeOptions(async_options=_ASYNC),
+        **{STATE: arrays, META: _LateJson()},
+    )
+
+
+def _type_handlers() -> Any:
+    """Orbax's own; but one process writes a copied array whole, which needs no program to cut it for each device."""
+    several = jax.process_count() > 1
+    return ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=several)),
+        (np.ndarray, ocp.type_handlers.NumpyHandler()),
     )
 
 

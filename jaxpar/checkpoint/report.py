@@ -20,7 +20,8 @@ from jaxpar.checkpoint.files import CheckpointError, Damaged
 from jaxpar.checkpoint.restoring import Source
 
 HIGHLIGHTS = (
-    "mesh", "zero", "precision", "steps", "seed", "model.preset", "model.style", "model.layers", "model.embed", "model.vocab",
+    "mesh", "zero", "precision", "steps", "seed",
+    "model.preset", "model.style", "model.layers", "model.embed", "model.vocab",
     "optimizer.optimizer", "optimizer.learning_rate", "data.source", "data.batch", "data.sequence",
 )  # fmt: skip
 """Fields of the config that `show` prints."""
