@@ -190,6 +190,7 @@ class Parallel:
         self.compiled: dict[Any, Any] = {}
         self._leaves = leaves
         self._init = init_fn
+        self._evaluations: dict[Any, Any] = {}
         self._signature: Any = None
         self._run: Any = None
 
@@ -339,13 +340,17 @@ class Parallel:
         """
         if "row_id" not in batch or not all(map(self._is_put, batch.values())):
             batch = self.put(batch)
-        signature = tuple((k, v.shape, v.dtype) for k, v in batch.items())
+        signature = _signature(batch)
         if signature != self._signature:
-            key = tuple(sorted(signature, key=lambda s: s[0]))
-            if key not in self.compiled:
-                self.compiled[key] = self.lower(batch).compile()
-            self._signature, self._run = signature, self.compiled[key]
+            self._signature, self._run = signature, self.compile(batch)
         return self._run(state, batch)
+
+    def compile(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
+        """The train step for batches of these shapes, compiled and not run; `step` uses it."""
+        key = tuple(sorted(_signature(self.abstract_batch(batch)), key=lambda s: s[0]))
+        if key not in self.compiled:
+            self.compiled[key] = self.lower(batch).compile()
+        return self.compiled[key]
 
     def cache_size(self) -> int:
         """Number of compilations of the step."""
@@ -361,7 +366,15 @@ class Parallel:
         """name -> (sum, weight) over all rows; ``"loss"`` among them. Add them up over batches, then divide.
 
         The loss gets ``rng=None``: no dropout."""
-        return self._evaluate(state.params, self.put(batch))
+        batch = self.put(batch)
+        run = self._evaluations.get(_signature(batch), self._evaluate)
+        return run(state.params, batch)
+
+    def compile_evaluation(self, batch: Mapping[str, Any]) -> None:
+        """Compile `evaluate` for batches of these shapes ahead of its first call."""
+        abstract = self.abstract_batch(batch)
+        lowered = self._evaluate.lower(self.abstract_state.params, abstract)
+        self._evaluations[_signature(abstract)] = lowered.compile()
 
     @functools.cached_property
     def _gradients(self) -> Any:
@@ -381,6 +394,10 @@ class Parallel:
         loss, norm, grads = self._gradients(state, self.put(batch))
 
         return loss, norm, true(grads, self._leaves)
+
+
+def _signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple((name, x.shape, x.dtype) for name, x in batch.items())
 
 
 def _key(rng: Any) -> Any:

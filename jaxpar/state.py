@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.layout import Layout
 from jaxpar.rules import Leaf
@@ -37,6 +38,21 @@ class TrainState:
     opt_state: Any
     skipped: Any
     rng: Any
+
+
+def advanced(state: TrainState, step: int) -> TrainState:
+    """`state` before batch `step`, with the batches in between counted as skipped."""
+    gap = step - int(state.step)
+    if gap < 0:
+        raise ValueError(f"the state is before batch {int(state.step)}, which is past {step}")
+    if not gap:
+        return state
+    skipped = np.int32(int(state.skipped) + gap)
+    return dataclasses.replace(
+        state,
+        step=jax.device_put(np.int32(step), state.step.sharding),
+        skipped=jax.device_put(skipped, state.skipped.sharding),
+    )
 
 
 def padded(tree: Any, leaves: Any) -> Any:

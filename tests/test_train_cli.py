@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, config, data
+from jaxpar import checkpoint, config
 from jaxpar.layout import Layout
-from jaxpar.train import loop, metrics
+from jaxpar.train import loop, metrics, run_folder
+from jaxpar.train.evaluation import evaluate
+from jaxpar.train.interrupt import Interrupts
+from jaxpar.train.job import build, prepare
 from jaxpar.train.report import Reporter
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -72,8 +78,9 @@ def test_output_says_what_was_done(run) -> None:
 def test_the_run_folder_holds_what_scripts_rely_on(run) -> None:
     folder, _ = run
     names = {p.name for p in folder.iterdir()}
-    assert names == {"config.yaml", "layout.json", "metrics.jsonl", "tensorboard", "checkpoints"}
-    assert checkpoint.steps(folder / "checkpoints") == [5, STEPS]
+    contract = {"config.yaml", "layout.json", "metrics.jsonl", "tensorboard", "checkpoints"}
+    assert names - {".lock"} == contract
+    assert checkpoint.Checkpoints(folder / "checkpoints").steps() == [5, STEPS]
     assert list((folder / "tensorboard").glob("*tfevents*"))
     kept = config.from_yaml(folder / "config.yaml")
     assert kept == config.load([*FLAGS, "--source", kept.data.source, "--run-dir", str(folder)])
@@ -96,7 +103,7 @@ def test_metrics_have_one_row_a_step_and_learn(run) -> None:
 def test_the_layout_in_the_folder_is_the_one_that_ran(run) -> None:
     folder, _ = run
     kept = Layout.from_json((folder / "layout.json").read_text())
-    built = loop.build(config.from_yaml(folder / "config.yaml")).layout
+    built = build(config.from_yaml(folder / "config.yaml")).layout
     assert kept.rows == tuple(sorted(built.rows, key=kept.rows.index))
     assert kept.bytes_per_device() == built.bytes_per_device()
 
@@ -106,23 +113,52 @@ def test_its_checkpoint_gives_the_same_evaluation_on_another_mesh(run) -> None:
     folder, _ = run
     kept = config.from_yaml(folder / "config.yaml")
     kept = dataclasses.replace(kept, mesh="2x4", zero=1)
-    job = loop.prepare(kept)
-    true, meta = checkpoint.restore(folder / "checkpoints", checkpoint.true_state(job.par))
-    assert meta == {"step": STEPS, "skipped": []}
-    assert true.params["embed"]["tokens"].shape == (257, 32)
-    state = job.par.pad(true)
-    assert int(state.step) == STEPS
-    got = loop.evaluate(job.par, state, job.heldout)["loss"]
+    job = prepare(kept)
+    restored = checkpoint.Checkpoints(folder / "checkpoints").restore(job.par)
+    assert (restored.step, restored.meta["skipped"]) == (STEPS, [])
+    assert job.par.unpad(restored.state).params["embed"]["tokens"].shape == (257, 32)
+    assert int(restored.state.step) == STEPS
+    got = evaluate(job.par, restored.state, job.dataset.heldout)["loss"]
     rows = metrics.read(folder / "metrics.jsonl")
     assert got == pytest.approx(rows[-1]["eval_loss"], rel=1e-5)
+
+
+def test_eval_gives_the_loss_of_the_run_on_another_mesh(run) -> None:
+    folder, _ = run
+    done = command(str(folder), "--mesh", "2x1", "--json", module="eval")
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout)
+    wanted = metrics.read(folder / "metrics.jsonl")[-1]["eval_loss"]
+    assert got["step"] == STEPS
+    assert got["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert got["perplexity"] == pytest.approx(np.exp(wanted), rel=1e-4)
+    earlier = command(str(folder), "--mesh", "1", "--step", "5", module="eval")
+    assert "step 5: loss" in earlier.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["--step", "4"], "step 4"), (["--stepp", "4"], "--step"), (["--mesh", "3x1"], "divide")],
+)
+def test_eval_refuses_in_one_line(run, flags, words) -> None:
+    done = command(str(run[0]), *flags, module="eval")
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_eval_where_no_run_is(tmp_path) -> None:
+    done = command(str(tmp_path), module="eval")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no run at" in done.stderr
 
 
 def test_a_used_run_folder_is_refused_and_left_alone(run, text) -> None:
     folder, _ = run
     before = (folder / "metrics.jsonl").read_bytes()
-    done = command(*FLAGS, "--source", str(text), "--run-dir", str(folder))
+    done = command(*FLAGS, "--source", str(text), "--run-dir", str(folder), "--no-resume")
     assert done.returncode == 2
-    assert "is not empty" in done.stderr
+    assert "has a run in it" in done.stderr
     assert "--overwrite" in done.stderr
     assert done.stderr.count("\n") == 1
     assert (folder / "metrics.jsonl").read_bytes() == before
@@ -134,7 +170,7 @@ def test_overwriting_keeps_the_old_run_where_the_new_one_cannot_start(run) -> No
     done = command(*flags)
     assert done.returncode == 2
     assert "absent.txt" in done.stderr
-    assert checkpoint.steps(folder / "checkpoints") == [5, STEPS]
+    assert checkpoint.Checkpoints(folder / "checkpoints").steps() == [5, STEPS]
 
 
 @pytest.mark.parametrize("module", ["train", "bench"])
@@ -156,26 +192,59 @@ def test_show_layout_prints_it_without_compiling_or_a_folder(tmp_path) -> None:
 
 
 def test_one_compilation_in_a_run_with_pauses(tmp_path, text) -> None:
-    kept = config.load([*FLAGS, "--source", str(text), "--dropout", "0", "--sample-tokens", "0"])
-    job = loop.prepare(kept)
-    result = loop.train(job, tmp_path / "run", Reporter(STEPS, out=io.StringIO()))
+    flags = ["--source", str(text), "--sample-tokens", "0", "--run-dir", str(tmp_path / "run")]
+    kept = config.load([*FLAGS, *flags])
+    job = prepare(kept)
+    folder = run_folder.choose(kept)
+    with Interrupts() as interrupts, run_folder.claim(folder, kept) as held:
+        result = loop.train(job, held, Reporter(STEPS, out=io.StringIO()), interrupts)
     assert job.par.cache_size() == 1
     assert result.steps == STEPS
     assert result.sample == ""
 
 
-def test_a_token_outside_the_vocabulary_stops_the_run_by_name(tmp_path) -> None:
-    """Case T11, through the thread that prefetches, before anything is compiled."""
-    kept = config.load([*FLAGS, "--sample-tokens", "0"])
-    tokens = np.full(16 * 32 + 1, 7)  # one batch
+def test_a_token_outside_the_vocabulary_is_refused_by_name_before_anything_is_compiled(
+    tmp_path,
+) -> None:
+    """Case T11."""
+    tokens = np.full(2000, 7, np.uint16)
     tokens[33] = 300
-    shape = {"seq": 32, "rows": 16, "vocab": 257}
-    windows = data.Windows(tokens=tokens, seed=0, **shape)
-    heldout = data.HeldOut(tokens=tokens[:32], **shape)
-    par = loop.build(kept)
-    job = loop.Job(config=kept, par=par, windows=windows, heldout=heldout)
-    with pytest.raises(data.DataError, match=r"batch 0, row \d+: .* is 300, outside"):
-        loop.train(job, tmp_path / "run", Reporter(STEPS, out=io.StringIO()))
+    tokens.tofile(tmp_path / "tokens.bin")
+    flags = ["--source", str(tmp_path / "tokens.bin"), "--run-dir", str(tmp_path / "run")]
+    done = command(*FLAGS, *flags)
+    assert done.returncode == 2
+    assert "tokens.bin" in done.stderr
+    assert "300" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_among_the_steps_saves_and_the_same_command_goes_on(
+    tmp_path, text, number
+) -> None:
+    """Case C9."""
+    flags = [*FLAGS, "--source", str(text), "--run-dir", str(tmp_path / "run"), "--steps", "40"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxpar.train", *flags],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    rows = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (rows.exists() and rows.read_text().count("\n") > 3):
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert f"{number.name} while" in err
+    taken = [r["step"] for r in metrics.read(rows) if "loss" in r]
+    assert checkpoint.Checkpoints(tmp_path / "run" / "checkpoints").steps()[-1] == len(taken) < 40
+    done = command(*flags)
+    assert done.returncode == 0, done.stderr
+    assert f"going on from checkpoint {len(taken)} of 40" in done.stdout
+    assert [r["step"] for r in metrics.read(rows) if "loss" in r] == list(range(40))
 
 
 def test_bench_measures_a_step(text) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpar import data
 from jaxpar.train import loop
+from jaxpar.train.evaluation import evaluate
+from jaxpar.train.interrupt import Interrupted
 from jaxpar.train.report import Reporter, Result
+from jaxpar.train.steps import run_steps
 
 
 class Value:
@@ -50,17 +54,17 @@ def run(par: Fake, steps: int, every: int = 0, pause_seconds: float = 0.0):
         par.log.append(f"pause {done}")
         time.sleep(pause_seconds)
 
-    last = loop.run_steps(
+    last, done = run_steps(
         par,
         0,
-        range(steps),
+        ((i, i, {"data_crc": i}) for i in range(steps)),
         tokens=100,
         rate=lambda count: 1.0 / (1 + count),
         record=rows.append,
         pauses=lambda done: bool(every) and done % every == 0,
         pause=pause,
     )
-    assert last == steps
+    assert last == done == steps
     return rows
 
 
@@ -87,6 +91,7 @@ def test_a_row_holds_every_number() -> None:
         "learning_rate",
         "step_seconds",
         "tokens_per_second",
+        "data_crc",
     }
     assert rows[1]["loss"] == 9.0
     for row in rows:
@@ -114,10 +119,10 @@ def test_the_loop_costs_well_under_a_millisecond_a_step() -> None:
         def step(self, state, batch):
             return state, {"loss": np.float32(1), "skipped": np.int32(0)}
 
-    loop.run_steps(
+    run_steps(
         Quick(),
         0,
-        range(200),
+        ((i, i, {}) for i in range(200)),
         tokens=1,
         rate=lambda count: 0.1,
         record=lambda row: ends.append(time.perf_counter()),
@@ -142,36 +147,46 @@ class Halves:
 def test_evaluation_is_the_mean_over_targets_and_not_over_batches(tokens) -> None:
     """Case L3: the last batch is padded, and weighs what it holds."""
     heldout = data.HeldOut(tokens=np.arange(tokens), seq=4, rows=2, vocab=64)
-    got = loop.evaluate(Halves(), None, heldout)
+    got = evaluate(Halves(), None, heldout)
     assert got["loss"] == pytest.approx(np.arange(1, tokens).mean())
     assert got["accuracy"] == 0.5
 
 
-@dataclasses.dataclass(frozen=True)
-class Folder:
-    run_dir: str
-    overwrite: bool = False
+def test_a_request_to_stop_ends_after_the_step_under_way() -> None:
+    par, rows = Fake(), []
+    state, done = run_steps(
+        par,
+        0,
+        ((i, i, {}) for i in range(9)),
+        tokens=1,
+        rate=lambda count: 0.1,
+        record=rows.append,
+        pauses=lambda done: False,
+        pause=lambda done, state: None,
+        stop=lambda: "step 3" in par.log,
+    )
+    assert (state, done) == (4, 4)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
 
 
-def test_a_run_folder_is_never_written_over_silently(tmp_path) -> None:
-    path = tmp_path / "runs" / "a"
-    assert loop.choose_folder(Folder(str(path))) == path
-    path.mkdir(parents=True)
-    assert loop.choose_folder(Folder(str(path))) == path  # empty: nothing to lose
-    (path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(loop.RunFolderError, match="--overwrite"):
-        loop.choose_folder(Folder(str(path)))
-    with pytest.raises(loop.RunFolderError, match="does not look like a run folder"):
-        loop.choose_folder(Folder(str(path), overwrite=True))
-    (path / "config.yaml").write_text("steps: 1\n")
-    assert loop.choose_folder(Folder(str(path), overwrite=True)) == path
-    assert len(list(path.iterdir())) == 2  # and goes when the run starts, not before
+def test_an_evaluation_can_be_given_up() -> None:
+    heldout = data.HeldOut(tokens=np.arange(33), seq=4, rows=2, vocab=64)
+    calls = iter([None, None, Interrupted("SIGTERM")])
+
+    def check() -> None:
+        if error := next(calls):
+            raise error
+
+    with pytest.raises(Interrupted):
+        evaluate(Halves(), None, heldout, check=check)
 
 
-def test_a_run_folder_that_is_a_file(tmp_path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(loop.RunFolderError, match="is a file"):
-        loop.choose_folder(Folder(str(tmp_path / "file")))
+@given(st.integers(0, 9), st.integers(0, 12), st.sets(st.integers(0, 12)))
+def test_stretches_are_the_steps_that_are_not_left_out(first, last, gaps) -> None:
+    ranges = loop._stretches(first, last, tuple(sorted(gaps)))
+    taken = [step for a, b in ranges for step in range(a, b)]
+    assert taken == [s for s in range(first, last) if s not in gaps]
+    assert all(a < b for a, b in ranges)
 
 
 # ---- what a person sees -------------------------------------------------------------------------
@@ -210,6 +225,7 @@ def test_a_bar_on_a_terminal() -> None:
 def test_a_result_shows_no_control_characters() -> None:
     result = Result(
         steps=2,
+        of=2,
         skipped=1,
         loss=1.0,
         eval_loss=np.log(4.0),

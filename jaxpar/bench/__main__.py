@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from jaxpar import config as configs
+from jaxpar.devices import announce, simulate
 from jaxpar.train.__main__ import refuse
-from jaxpar.train.devices import announce, simulate
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,8 +17,9 @@ import numpy as np
 from jaxpar import config as configs
 from jaxpar.bench.chips import chip_of, chips_in, flops_per_token, matmul_parameters
 from jaxpar.parallel import Parallel
-from jaxpar.train.loop import build, run_steps
+from jaxpar.train.job import build
 from jaxpar.train.metrics import MetricsWriter
+from jaxpar.train.steps import run_steps
 
 MIB = 1 << 20
 
@@ -100,7 +101,7 @@ def bench_step(
         each: print the seconds of every step as it is done.
 
     Raises:
-        MeshError, LayoutError, ValueError: as `jaxpar.train.loop.build`.
+        MeshError, LayoutError, ValueError: as `jaxpar.train.job.build`.
     """
     par = build(config)
     shape = (config.data.batch, config.data.sequence)
@@ -190,7 +191,7 @@ def loop_seconds(state: Any, batch: Any, metrics: Mapping[str, Any], *, steps: i
         run_steps(
             _Done(metrics),
             state,
-            (batch for _ in range(steps)),
+            ((i, batch, {}) for i in range(steps)),
             tokens=1,
             rate=lambda count: 0.0,
             record=record,

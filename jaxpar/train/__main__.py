@@ -1,7 +1,7 @@
 """`python -m jaxpar.train`: read the config, choose the devices, then import JAX and run.
 
 A bad config is refused before JAX is imported, so in well under a second. Exit codes: 0 done; 2 bad
-usage, config or input, said in one line; 1 any other failure.
+usage, config or input, said in one line; 75 told to stop and saved, start again; 1 any other failure.
 """
 
 from __future__ import annotations
@@ -11,47 +11,72 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxpar import config as configs
-from jaxpar.train.devices import announce, simulate
+from jaxpar.devices import announce, simulate
+from jaxpar.train import run_folder
+from jaxpar.train.guard import DivergedError
+from jaxpar.train.interrupt import INTERRUPTED, Interrupted, Interrupts
 
 if TYPE_CHECKING:
     from jaxpar.layout import Layout
 
-USAGE_ERROR = 2
+USAGE_ERROR, FAILURE = 2, 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code, or exits 2 on a bad config."""
     config = configs.parse(argv)
+    with Interrupts() as interrupts:
+        try:
+            return run(config, interrupts)
+        except Interrupted as stopped:
+            print(stopped, file=sys.stderr)
+            return INTERRUPTED
+
+
+def run(config: configs.RunConfig, interrupts: Interrupts) -> int:
+    """Show the layout or train; returns the exit code.
+
+    Raises:
+        Interrupted: told to stop; everything is in a checkpoint.
+    """
     try:
         if config.topology is None:
             simulate(config.mesh, config.devices)
+        if config.show == "layout":
+            return show(config)
+        folder = run_folder.choose(config)
         # What follows imports JAX, which reads the flags that `simulate` sets.
+        from jaxpar.train import job as jobs
         from jaxpar.train import loop
         from jaxpar.train.report import Reporter
 
-        if config.show == "layout":
-            if config.topology is None:
-                print(announce(config.devices), flush=True)
-            par = loop.build(config)
-            print(par.mesh, par.layout, *unsplit(par.layout), sep="\n")
-            return 0
-        folder = loop.choose_folder(config)
         print(announce(config.devices), flush=True)
-        job = loop.prepare(config)
+        job = jobs.prepare(config)
         layout = job.par.layout
-        print(job.par.mesh, layout, *unsplit(layout), sep="\n", flush=True)
+        print(job.dataset, job.par.mesh, layout, *unsplit(layout), sep="\n", flush=True)
     except ValueError as error:  # every error of a config, a mesh, rules or input is one
         return refuse(error)
+    from jaxpar.checkpoint import CheckpointError
     from jaxpar.data import DataError
 
     try:
-        result = loop.train(job, folder, Reporter(config.steps))
-    except DataError as error:
+        with run_folder.claim(folder, config) as held:
+            print(loop.train(job, held, Reporter(config.steps), interrupts))
+    except (DataError, run_folder.RunFolderError) as error:
         return refuse(error)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; what was written is in {folder}", file=sys.stderr)
-        return 1
-    print(result)
+    except (CheckpointError, DivergedError, OSError) as error:
+        return refuse(error, FAILURE)
+    return 0
+
+
+def show(config: configs.RunConfig) -> int:
+    """Print the layout of a config without training."""
+    from jaxpar.train.job import build
+
+    if config.topology is None:
+        print(announce(config.devices), flush=True)
+    par = build(config)
+    print(par.mesh, par.layout, *unsplit(par.layout), sep="\n")
     return 0
 
 
@@ -65,11 +90,11 @@ def unsplit(layout: Layout) -> list[str]:
     ]
 
 
-def refuse(error: ValueError) -> int:
+def refuse(error: Exception, code: int = USAGE_ERROR) -> int:
     """Say on one line of stderr what is wrong."""
     text = " ".join(str(error).split())
     print(f"error: {text}", file=sys.stderr)
-    return USAGE_ERROR
+    return code
 
 
 if __name__ == "__main__":

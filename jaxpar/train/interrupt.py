@@ -107,7 +107,9 @@ class Interrupts:
             with self._lock:
                 first, self.requested = self.requested is None, self.requested or name
                 if not self._unsaved:
-                    _leave(f"{name} while {self.phase}: nothing to save, {self._saved}", INTERRUPTED)
+                    _leave(
+                        f"{name} while {self.phase}: nothing to save, {self._saved}", INTERRUPTED
+                    )
             if self._count >= _FORCE:
                 _leave(f"{name} for the third time: leaving without saving", 1)
             if first:

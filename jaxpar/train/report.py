@@ -25,10 +25,11 @@ class Result:
     """Results of a run.
 
     Attributes:
-        steps: steps taken.
+        steps: steps taken, over all its starts.
+        of: steps that the run has in all.
         skipped: steps among them that changed nothing.
         loss: training loss of the last step, nats a token.
-        eval_loss: mean loss over every held-out token, nats a token.
+        eval_loss: mean loss over every held-out token, nats a token; None of a run that has more steps to go.
         step_seconds: median after the first step.
         tokens_per_second: at that median.
         prompt: held-out text that the sample continues.
@@ -38,9 +39,10 @@ class Result:
     """
 
     steps: int
+    of: int
     skipped: int
     loss: float
-    eval_loss: float
+    eval_loss: float | None
     step_seconds: float
     tokens_per_second: float
     prompt: str
@@ -50,12 +52,15 @@ class Result:
 
     def __str__(self) -> str:
         skipped = f", {self.skipped} of them skipped" if self.skipped else ""
-        bits = self.eval_loss / math.log(2)
-        lines = [
-            f"{self.steps} steps{skipped}: training loss {self.loss:.4f}",
-            f"evaluation loss {self.eval_loss:.4f} nats ({bits:.3f} bits) a token",
-            f"step {self.step_seconds:.3f} s, {self.tokens_per_second:,.0f} tokens/s (median)",
-        ]
+        more = f" of {self.of}, stopped on request" if self.steps < self.of else ""
+        lines = [f"{self.steps} steps{more}{skipped}: training loss {self.loss:.4f}"]
+        if self.eval_loss is not None:
+            bits = self.eval_loss / math.log(2)
+            lines.append(f"evaluation loss {self.eval_loss:.4f} nats ({bits:.3f} bits) a token")
+        if math.isfinite(self.step_seconds):
+            lines.append(
+                f"step {self.step_seconds:.3f} s, {self.tokens_per_second:,.0f} tokens/s (median)"
+            )
         if self.sample:
             lines.append("a held-out text, and how the model goes on (after the mark >>>):")
             lines += [f"  | {line}" for line in _shown(f"{self.prompt}>>>{self.sample}")]
@@ -93,7 +98,7 @@ class Reporter:
         """Show the row of one step."""
         step = row["step"]
         numbers = (
-            f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  "
+            f"loss {row['loss']:.4f}{' skipped' if row.get('skipped') else ''}  {row['tokens_per_second']:,.0f} tokens/s  "
             f"{row['step_seconds']:.3f} s/step"
         )
         if self._bar is not None:

@@ -75,7 +75,9 @@ def choose(config: RunConfig) -> RunFolder:
     """
     path = pathlib.Path(config.run_dir or time.strftime("runs/%Y-%m-%d_%H-%M-%S"))
     if "://" in str(config.run_dir):
-        raise RunFolderError(f"run folder {config.run_dir} is not on this machine's disks; give a path")
+        raise RunFolderError(
+            f"run folder {config.run_dir} is not on this machine's disks; give a path"
+        )
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"run folder {path} is a file; choose another with --run-dir")
     if not path.is_dir() or not {p.name for p in path.iterdir()} - {_LOCK, _HOLDER}:
@@ -113,7 +115,9 @@ def claim(folder: RunFolder, config: RunConfig) -> Iterator[RunFolder]:
         if existed:
             now = choose(dataclasses.replace(config, run_dir=str(folder.path)))
             if now.resumes != folder.resumes:
-                raise RunFolderError(f"run folder {folder.path} was changed by another process just now; start again")
+                raise RunFolderError(
+                    f"run folder {folder.path} was changed by another process just now; start again"
+                )
         if not folder.resumes:
             _empty(folder.path)
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}

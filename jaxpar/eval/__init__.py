@@ -1,0 +1,1 @@
+"""Evaluate a run's checkpoint on held-out text: `python -m jaxpar.eval RUN`."""
