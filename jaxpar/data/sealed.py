@@ -45,7 +45,7 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
         }
     body = {**meta, "files": sums}
     whole = json.dumps({**body, "meta_crc32": _of_text(body)}, indent=1)
-    (folder / META).write_text(whole + "\n")
+    (folder / META).write_text(whole)
 
 
 def unseal(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 ```
 "stdlib"  "texts/**/*.txt"  "gs://bucket/*.parquet"  "corpus.bin"
    ─► files, each of a format   jaxpar.data.files, jaxpar.data.formats
-   ─► token cache               jaxpar.data.build, jaxpar.data.cache; one token file needs none
+   ─► token cache               jaxpar.data.building, jaxpar.data.cache; one token file needs none
    ─► TokenStore, cut in two    train, held out
 ```
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.data import build, contents, files, progress, splits, streams
+from jaxpar.data import building, contents, files, progress, splits, streams
 from jaxpar.data import cache as caches
 from jaxpar.data.errors import DataError
 from jaxpar.data.files import File
@@ -191,7 +191,7 @@ def _cached(
         size = sum(piece.size for piece in pieces)
         verb = "copying" if ready else "tokenising"
         with progress.shown(f"{verb} {source}", size, say) as advance:
-            made = build.build(
+            made = building.build(
                 temporary,
                 pieces,
                 Encoder(tokenizer, text_key, dtype),
@@ -214,9 +214,9 @@ def _cached(
     place, meta = caches.made(folder / "tokens" / key[:32], write, say)
     try:
         return TokenStore(
-            tokens=_map(place / build.TOKENS, dtype),
-            offsets=_map(place / build.OFFSETS, np.dtype("<i8")),
-            mask=_map(place / build.MASK, np.dtype("u1")) if meta["masked"] else None,
+            tokens=_map(place / building.TOKENS, dtype),
+            offsets=_map(place / building.OFFSETS, np.dtype("<i8")),
+            mask=_map(place / building.MASK, np.dtype("u1")) if meta["masked"] else None,
             name=source,
             fingerprint=fingerprint,
             files=tuple(meta["names"]),
