@@ -21,7 +21,11 @@ def test_shares_are_the_largest_remainder(weights: list[float]) -> None:
     counts = shares(weights, CYCLE)
     exact = np.array(weights) / sum(weights) * CYCLE
     assert sum(counts) == CYCLE
-    assert (np.abs(np.array(counts) - exact) < 1).all()
+    off = np.abs(np.array(counts) - exact)
+    # What the lightest are given above their share, the heaviest gives.
+    lifted = (exact < 1).sum()
+    assert off.max() < 1 + lifted
+    assert np.delete(off, np.argmax(exact)).max(initial=0) < 1
     assert min(counts) >= 1
 
 

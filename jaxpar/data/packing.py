@@ -24,6 +24,7 @@ A row is a dict of arrays: tokens, targets, and for packed rows positions and se
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -145,6 +146,7 @@ class Concatenated:
             at=start + (self.seq * np.arange(len(rows)) - begin)[line],
             start=start,
             length=stop - start,
+            room=self.seq - (end - begin),
             closed=stop == until,
         )
         tokens = np.zeros((len(rows), self.seq), np.int32)
@@ -166,31 +168,39 @@ class BestFit:
     packed = True
 
     def __init__(self, store: TokenStore, seq: int, plan: Plan):
-        self.store, self.seq, self.plan = store, seq, plan
+        self.store, self.seq = store, seq
         _check_packed(store, seq)
         self._tokens, self._mask = _plain(store)
+        self._first, self._start = np.asarray(plan.first), np.asarray(plan.start)
+        self._length = np.asarray(plan.length)
+        self._filled = np.add.reduceat(self._length, self._first[:-1])
 
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(self._first) - 1
 
     def read(self, rows: Int[np.ndarray, " n"]) -> Batch:
         """tokens, targets, positions, segments."""
-        plan = self.plan
-        first = plan.first[rows]
-        counts = plan.first[rows + 1] - first
+        first = self._first[rows]
+        counts = self._first[rows + 1] - first
         heads = np.cumsum(counts) - counts
-        line = np.repeat(np.arange(len(rows)), counts)
-        which = np.arange(len(line)) + (first - heads)[line]
-        start, length = plan.start[which], plan.length[which].astype(np.int64)
+        which = np.arange(counts.sum()) + np.repeat(first - heads, counts)
+        start, length = self._start[which], self._length[which]
+        room = self.seq - self._filled[rows]
         before = np.cumsum(length) - length
-        at = before + (self.seq * np.arange(len(rows)) - before[heads])[line]
-        pieces = _Pieces(counts=counts, at=at, start=start, length=length, closed=None)
-        tokens = np.zeros((len(rows), self.seq), np.int32)
-        _copy_pieces(self._tokens, tokens, pieces)
+        pieces = _Pieces(
+            counts=counts,
+            at=before + np.repeat(np.cumsum(room) - room, counts),
+            start=start,
+            length=length,
+            room=room,
+            closed=None,
+        )
+        tokens = np.empty((len(rows), self.seq), np.int32)
+        _join(self._tokens, tokens, pieces)
         mask = None
         if self._mask is not None:
-            mask = np.zeros((len(rows), self.seq), np.uint8)
-            _copy_pieces(self._mask, mask, pieces)
+            mask = np.empty((len(rows), self.seq), np.uint8)
+            _join(self._mask, mask, pieces)
         return _packed(self._tokens, self._mask, tokens, mask, pieces)
 
 
@@ -201,17 +211,17 @@ def gather(sources: Sequence[Rows], source: np.ndarray, row: np.ndarray) -> Batc
         source: (rows,) index into `sources`, or -1.
         row: (rows,) index of its row.
     """
-    present = np.unique(source)
-    if len(present) == 1 and present[0] >= 0:
-        return sources[present[0]].read(row)
+    if len(sources) == 1 and source.min(initial=0) == 0:
+        return sources[0].read(row)
     shape = (len(source), sources[0].seq)
     batch = {"tokens": np.zeros(shape, np.int32), "targets": np.full(shape, IGNORED, np.int32)}
     if sources[0].packed:
         batch |= {"positions": np.zeros(shape, np.int32), "segments": np.zeros(shape, np.int32)}
-    for which in present[present >= 0]:
+    for which, rows in enumerate(sources):
         here = source == which
-        for name, part in sources[which].read(row[here]).items():
-            batch[name][here] = part
+        if here.any():
+            for name, part in rows.read(row[here]).items():
+                batch[name][here] = part
     return batch
 
 
@@ -224,6 +234,7 @@ class _Pieces:
         at: place of the first token in the flat batch, row * seq + position.
         start: place of the first token in the store.
         length: tokens.
+        room: padding at the end of each row.
         closed: whether the document ends with the piece: its last token has no target. None: never.
     """
 
@@ -231,6 +242,7 @@ class _Pieces:
     at: Int[np.ndarray, " pieces"]
     start: Int[np.ndarray, " pieces"]
     length: Int[np.ndarray, " pieces"]
+    room: Int[np.ndarray, " rows"]
     closed: Bool[np.ndarray, " pieces"] | None
 
 
@@ -257,34 +269,36 @@ def _packed(
     targets.ravel()[:-1] = labels.ravel()[1:]
     targets.ravel()[last] = follows
 
-    # Both are running sums: one array of steps and one pass, whatever the number of documents.
-    step = np.ones(rows * seq, np.int32)
-    step[pieces.at[:1]] = 0
-    step[pieces.at[1:]] = 1 - np.diff(pieces.at)
-    mark = np.zeros(rows * seq, np.int32)
-    mark[pieces.at] = 1
-    mark[seq::seq] = 1 - pieces.counts[:-1]
+    # Filled up to where the next piece begins, the padding of a row included: cleared below.
+    width = np.empty(len(pieces.at), np.int64)
+    np.subtract(pieces.at[1:], pieces.at[:-1], out=width[:-1])
+    width[-1:] = tokens.size - pieces.at[-1:]
+    heads = np.cumsum(pieces.counts) - pieces.counts
+    nth = np.arange(1, len(width) + 1, dtype=np.int32)
+    nth -= np.repeat(heads.astype(np.int32), pieces.counts)
+    positions = np.repeat(pieces.at.astype(np.int32), width)
+    np.subtract(_places(tokens.size), positions, out=positions)
     batch = {
         "tokens": tokens,
         "targets": targets,
-        "positions": np.cumsum(step, dtype=np.int32).reshape(rows, seq),
-        "segments": np.cumsum(mark, dtype=np.int32).reshape(rows, seq),
+        "positions": positions.reshape(rows, seq),
+        "segments": np.repeat(nth, width).reshape(rows, seq),
     }
-    _clear_padding(batch, last[np.cumsum(pieces.counts) - 1] + 1)
+    if pieces.room.any():
+        ends = np.arange(1, rows + 1) * seq
+        total = np.cumsum(pieces.room)
+        place = np.arange(total[-1]) + np.repeat(ends - total, pieces.room)
+        batch["targets"].ravel()[place] = IGNORED
+        batch["positions"].ravel()[place] = 0
+        batch["segments"].ravel()[place] = 0
     return batch
 
 
-def _clear_padding(batch: Batch, filled: Int[np.ndarray, " rows"]) -> None:
-    """Clear what is behind `filled`, the place in the flat batch where each row ends."""
-    rows, seq = batch["tokens"].shape
-    room = seq * np.arange(1, rows + 1) - filled
-    total = int(room.sum())
-    if not total:
-        return
-    place = np.arange(total) + np.repeat(filled - (np.cumsum(room) - room), room)
-    batch["targets"].ravel()[place] = IGNORED
-    batch["positions"].ravel()[place] = 0
-    batch["segments"].ravel()[place] = 0
+@functools.lru_cache(maxsize=4)
+def _places(size: int) -> Int32[np.ndarray, " size"]:
+    places = np.arange(size, dtype=np.int32)
+    places.flags.writeable = False
+    return places
 
 
 def _copy(stored: np.ndarray, out: np.ndarray, starts: Int[np.ndarray, " rows"]) -> None:
@@ -295,11 +309,18 @@ def _copy(stored: np.ndarray, out: np.ndarray, starts: Int[np.ndarray, " rows"])
         line[: len(part)] = part
 
 
-def _copy_pieces(stored: np.ndarray, out: np.ndarray, pieces: _Pieces) -> None:
-    flat = out.ravel()
-    places = (pieces.at, pieces.start, pieces.length)
-    for at, start, length in zip(*(x.tolist() for x in places), strict=True):
-        flat[at : at + length] = stored[start : start + length]
+def _join(stored: np.ndarray, out: np.ndarray, pieces: _Pieces) -> None:
+    """Fill `out` with the pieces, and zeros behind those of each row."""
+    stop = pieces.start + pieces.length
+    parts = [stored[a:b] for a, b in zip(pieces.start.tolist(), stop.tolist(), strict=True)]
+    if pieces.room.any():
+        ends = np.cumsum(pieces.counts)
+        zeros = np.zeros(out.shape[1], stored.dtype)
+        for row in np.flatnonzero(pieces.room)[::-1].tolist():  # from behind: places stay
+            parts.insert(ends[row], zeros[: pieces.room[row]])
+    if parts:
+        # One call: what a call costs is most of the time that a short piece takes.
+        np.concatenate(parts, out=out.ravel(), casting="unsafe")
 
 
 def _plain(store: TokenStore) -> tuple[np.ndarray, np.ndarray | None]:
