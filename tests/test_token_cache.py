@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import rich.console
 from tiny_tokenizers import hugging_face
 
 from jaxpar.data import building, cache, contents, progress, sealed, sources, streams, tokenizers
@@ -414,7 +416,7 @@ def test_a_builder_that_is_killed_leaves_nothing_that_counts(tmp_path, builder) 
         begin = time.monotonic()
         process.communicate("\n", timeout=60)
         taken = time.monotonic() - begin
-        for _ in range(3):
+        for _ in range(2):
             shutil.rmtree(folder, ignore_errors=True)
             process = builder(path, folder, workers)
             process.stdin.write("\n")
@@ -432,6 +434,7 @@ def _check_rebuild(path: Path, folder: Path, clean: TokenStore) -> None:
     assert content(again) == content(clean)
     assert said == []
     assert sorted(p.suffix for p in (folder / "tokens").iterdir()) == ["", ".lock"]
+
 
 def test_workers_end_with_the_process_that_started_them(tmp_path, builder) -> None:
     if not Path("/proc").is_dir():
@@ -454,6 +457,23 @@ def test_workers_end_with_the_process_that_started_them(tmp_path, builder) -> No
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
+class Dying(tokenizers.Bytes):
+    """Ends its process, as the system does when memory runs out."""
+
+    def encode_batch(self, texts):
+        """Nothing."""
+        os._exit(9)
+
+
+def test_a_worker_that_dies_is_an_error_and_no_hang(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(building, "IN_PROCESS", 0)
+    monkeypatch.setattr(building, "PIECE", 20_000)
+    monkeypatch.setattr(streams, "PIECE", 20_000)
+    with pytest.raises(DataError, match=r"ended without a word.*data\.workers"):
+        read(corpus(tmp_path), tmp_path / "cache", Dying(), workers=2)
+    assert sorted(p.suffix for p in (tmp_path / "cache" / "tokens").iterdir()) == [".lock"]
+
+
 # ---- progress and memory ------------------------------------------------------------------------
 
 
@@ -470,6 +490,20 @@ def test_progress_is_shown_when_it_takes_long(monkeypatch) -> None:
     assert len(said) == 2
     assert said[0].startswith("reading: 5 of 10 MB, ")
     assert said[1].startswith("reading: 10 MB in 0 s, ")
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch) -> None:
+    out = io.StringIO()
+    terminal = rich.console.Console(file=out, force_terminal=True, width=100)
+    monkeypatch.setattr(progress.rich.console, "Console", lambda stderr: terminal)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    said: list[str] = []
+    with progress.shown("reading", 10_000_000, said.append) as advance:
+        advance(5_000_000)
+        advance(5_000_000)
+    assert "reading" in out.getvalue()
+    assert "10.0/10.0 MB" in out.getvalue()
+    assert len(said) == 1  # what it took, when it is done
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path) -> None:
