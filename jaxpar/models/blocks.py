@@ -35,6 +35,7 @@ class Context(NamedTuple):
         local: positions of this device's part of the sequence, (S or S/m,).
         rng: key of this step and layer, or None: no dropout.
         attention_chunks: parts that the queries are taken in.
+        segments: document of every position of packed rows (B, S), or None: a row is one document.
     """
 
     axis: TensorAxis
@@ -43,6 +44,7 @@ class Context(NamedTuple):
     local: Int[Array, " part"]
     rng: Key[Array, ""] | None
     attention_chunks: int = 1
+    segments: Int[Array, "batch seq"] | None = None
 
 
 def _normal(key: Key[Array, ""], shape: tuple[int, ...], std: float) -> nnx.Param:
@@ -86,9 +88,10 @@ class Attention(nnx.Module):
             self.out_bias = nnx.Param(jnp.zeros((e,)))
         self.config = c
 
-    def __call__(
+    def project(
         self, x: Float[Array, "batch seq embed"], at: Context
-    ) -> Float[Array, "batch seq embed"]:
+    ) -> tuple[Float[Array, "batch seq heads dim"], ...]:
+        """Query, key and value of the heads of this device, turned by their positions."""
         c = self.config
         kv = [
             group_of_heads(w[...], at.axis, dim=1, kv_heads=c.kv_heads)
@@ -104,21 +107,30 @@ class Attention(nnx.Module):
             )
         else:
             q, k = (rotary(y, at.positions, c.rope_theta) for y in (q, k))
-        q, k, v = (
-            checkpoint_name(q, "query"),
-            checkpoint_name(k, "key"),
-            checkpoint_name(v, "value"),
-        )
+        named = zip((q, k, v), ("query", "key", "value"), strict=True)
+        return tuple(checkpoint_name(y, name) for y, name in named)
+
+    def output(
+        self, y: Float[Array, "batch seq heads dim"], at: Context
+    ) -> Float[Array, "batch seq embed"]:
+        """What the heads of this device add to the residual stream, to be summed over `model`."""
+        y = product(y, self.out[...], 2)
+        return y + at.axis.once(self.out_bias[...]) if self.config.style == "gpt2" else y
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], at: Context
+    ) -> Float[Array, "batch seq embed"]:
+        c = self.config
+        q, k, v = self.project(x, at)
         keep = None
         if c.dropout and at.rng is not None:
             heads = at.axis.index() * q.shape[2] + jnp.arange(q.shape[2])
             keep = attention_mask(c.dropout, at.rng, at.rows, heads, q.shape[1])
         y = causal_attention(
-            q, k, v, chunks=at.attention_chunks, keep=keep, keep_rate=1 - c.dropout
-        )
-        y = checkpoint_name(y, "attention")
-        y = product(y, self.out[...], 2)
-        return y + at.axis.once(self.out_bias[...]) if c.style == "gpt2" else y
+            q, k, v, chunks=at.attention_chunks, segments=at.segments,
+            keep=keep, keep_rate=1 - c.dropout,
+        )  # fmt: skip
+        return self.output(checkpoint_name(y, "attention"), at)
 
 
 class Mlp(nnx.Module):

@@ -33,6 +33,9 @@ def make(
 ) -> tuple[Staged, Any, Rules]:
     """The decoder of `config`.
 
+    A batch holds tokens and targets (rows, seq), and for packed rows segments (1.. for each document, 0 for padding) and
+    positions (from 0 in each document): attention then stays within a document.
+
     Args:
         loss_chunks: parts that the tokens of a shard are taken in when the loss is computed.
         z_loss: weight of the squared log normaliser.
@@ -45,7 +48,7 @@ def make(
     graph = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
     run = functools.partial(_block, config, graph, sequence_parallel, attention_chunks)
     staged = Staged(
-        embed=functools.partial(_embed, config, sequence_parallel),
+        embed=functools.partial(embed, config, sequence_parallel),
         block=run,
         head=functools.partial(_head, config, loss_chunks, z_loss, sequence_parallel),
         model_axis="manual",
@@ -116,13 +119,14 @@ def _positions(batch: dict[str, Array]) -> Int[Array, "#batch seq"]:
     return jnp.arange(batch["tokens"].shape[1])[None] if given is None else given
 
 
-def _embed(
+def embed(
     config: ModelConfig,
     sequence: bool,
     params: Any,
     batch: dict[str, Array],
     rng: Key[Array, ""] | None,
 ) -> Float[Array, "batch part embed"]:
+    """The first activations: rows of the table, and of the learned positions (gpt2), this part of the sequence."""
     axis = TensorAxis.here(sequence=sequence)
     x = vocab_embedding(params["embed"]["tokens"], batch["tokens"], axis)
     places = axis.sequence_part(_positions(batch), 1)
@@ -150,13 +154,14 @@ def _block(
         positions=_positions(batch),
         local=axis.sequence_part(jnp.arange(seq), 0),
         rng=rng,
-        attention_chunks=chunks or _chunks(seq),
+        attention_chunks=chunks or default_chunks(seq),
+        segments=batch.get("segments"),
     )
-    return nnx.merge(graph, _state(params))(x, at)
+    return nnx.merge(graph, as_state(params))(x, at)
 
 
-def _chunks(seq: int) -> int:
-    """The largest number of equal parts of `seq` with at least 1024 queries each."""
+def default_chunks(seq: int) -> int:
+    """Parts that attention takes its queries in: the most equal ones with at least 1024 queries each."""
     return next(n for n in range(max(1, seq // 1024), 0, -1) if seq % n == 0)
 
 
@@ -170,19 +175,23 @@ def _head(
     batch: dict[str, Array],
 ) -> tuple[Float[Array, ""], Int[Array, ""], dict[str, Any]]:
     axis = TensorAxis.here(sequence=sequence)
-    x = axis.enter(_normed(config, params, x))
+    x = axis.enter(normed(config, params, x))
     kernel = params["embed"]["tokens"] if config.tied else params["head"]["kernel"]
     head = Head(vocab=config.vocab, chunks=chunks, z_loss=z_loss, axis=axis, transposed=config.tied)
     loss, weight = cross_entropy(x, kernel, batch["targets"], head)
     return loss, weight, {}
 
 
-def _normed(config: ModelConfig, params: Any, x: Array) -> Array:
+def normed(
+    config: ModelConfig, params: Any, x: Float[Array, "*rows embed"]
+) -> Float[Array, "*rows embed"]:
+    """The final norm."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: _final_norm(config)))
-    return nnx.merge(graph, _state(params["final_norm"]))(x)
+    return nnx.merge(graph, as_state(params["final_norm"]))(x)
 
 
-def _state(params: Any) -> nnx.State:
+def as_state(params: Any) -> nnx.State:
+    """Nested dicts of arrays as the state of a module: the inverse of `pure`."""
     return nnx.State(jax.tree.map(nnx.Param, params))
 
 
@@ -192,12 +201,12 @@ def next_token_logits(
     """Logits of the token after each row of `tokens`, on one device with whole parameters (true shapes)."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
     batch = {"tokens": tokens, "row_id": jnp.arange(tokens.shape[0])}
-    x = _embed(config, False, params, batch, None)
+    x = embed(config, False, params, batch, None)
     x, _ = jax.lax.scan(
         lambda y, p: (_block(config, graph, False, None, p, y, batch, None), None),
         x,
         params["blocks"],
     )
-    x = _normed(config, params, x[:, -1])
+    x = normed(config, params, x[:, -1])
     kernel = params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]
     return (x @ kernel).astype(jnp.promote_types(x.dtype, jnp.float32))

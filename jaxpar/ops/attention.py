@@ -31,6 +31,7 @@ def causal_attention(
     value: Float[Array, "batch seq kv dim"],
     *,
     chunks: int = 1,
+    segments: Int[Array, "batch seq"] | None = None,
     keep: Bool[Array, "batch heads seq seq"] | None = None,
     keep_rate: float = 1.0,
 ) -> Float[Array, "batch seq heads dim"]:
@@ -40,23 +41,26 @@ def causal_attention(
         chunks: parts that the queries are taken in. Each reads only the keys up to its last query, so that n chunks
             compute (n + 1) / 2n of the scores, and keeps no scores for the backward pass: B·H·S²/n of them are alive
             at a time. Must divide seq.
+        segments: document of every position; a query reads the keys of its own document alone. Compared where the
+            scores are made, and nothing of it is kept for the backward pass: a weight of 0 gives a gradient of 0.
         keep: dropout mask of the attention weights; kept weights are divided by `keep_rate`.
     """
     seq = query.shape[1]
     if seq % chunks:
         raise ValueError(f"attention_chunks {chunks} does not divide the sequence {seq}")
     if chunks == 1:
-        return _attend(query, key, value, keep, 0, keep_rate)
+        documents = None if segments is None else (segments, segments)
+        return _attend(query, key, value, keep, documents, 0, keep_rate)
     # One computation after the other: the barrier keeps the compiler from merging the backward pass's recomputation
     # with the forward pass, which would keep every score alive after all.
-    attend = jax.checkpoint(_attend, static_argnums=(4, 5))
+    attend = jax.checkpoint(_attend, static_argnums=(5, 6))
     outs = []
     for first in range(0, seq, seq // chunks):
         last = first + seq // chunks
         mask = None if keep is None else keep[:, :, first:last, :last]
-        outs.append(
-            attend(query[:, first:last], key[:, :last], value[:, :last], mask, first, keep_rate)
-        )
+        documents = None if segments is None else (segments[:, first:last], segments[:, :last])
+        parts = (query[:, first:last], key[:, :last], value[:, :last], mask, documents)
+        outs.append(attend(*parts, first, keep_rate))
     return jnp.concatenate(outs, 1)
 
 
@@ -65,6 +69,7 @@ def _attend(
     key: Float[Array, "batch seq kv dim"],
     value: Float[Array, "batch seq kv dim"],
     keep: Bool[Array, "batch heads queries seq"] | None,
+    documents: tuple[Int[Array, "batch queries"], Int[Array, "batch seq"]] | None,
     first: int,
     keep_rate: float,
 ) -> Float[Array, "batch queries heads dim"]:
@@ -74,21 +79,25 @@ def _attend(
     grouped = query.reshape(batch, queries, kv, heads // kv, dim)
     if keep is not None:
         keep = keep.reshape(batch, kv, heads // kv, queries, key.shape[1])
-    return _core(grouped, key, value, keep, first, keep_rate).reshape(query.shape)  # pyright: ignore
+    out = _core(grouped, key, value, keep, documents, first, keep_rate)
+    return out.reshape(query.shape)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _core(query, key, value, keep, first, keep_rate):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _core(query, key, value, keep, documents, first, keep_rate):
     """Attention of queries (B, Q, K, G, D), grouped over their kv heads, over keys and values (B, S, K, D)."""
-    return _core_forward(query, key, value, keep, first, keep_rate)[0]
+    return _core_forward(query, key, value, keep, documents, first, keep_rate)[0]
 
 
-def _core_forward(query, key, value, keep, first, keep_rate):
+def _core_forward(query, key, value, keep, documents, first, keep_rate):
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key, preferred_element_type=wide)
     place = first + jnp.arange(query.shape[1])[:, None]
-    causal = place >= jnp.arange(key.shape[1])
-    scores = jnp.where(causal, scores * query.shape[-1] ** -0.5, jnp.finfo(wide).min)
+    seen = place >= jnp.arange(key.shape[1])
+    if documents is not None:
+        own, other = documents
+        seen = seen & (own[:, None, None, :, None] == other[:, None, None, None, :])
+    scores = jnp.where(seen, scores * query.shape[-1] ** -0.5, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
     out = jnp.einsum("bkgqs,bskd->bqkgd", _dropped(weights, keep, keep_rate), value)
     return out, (query, key, value, keep, weights)
@@ -113,10 +122,37 @@ def _core_backward(first, keep_rate, residual, cotangent):
     )
     d_query = jnp.einsum("bkgqs,bskd->bqkgd", d_scores, key)
     d_key = jnp.einsum("bkgqs,bqkgd->bskd", d_scores, query)
-    return d_query, d_key, d_value, None
+    return d_query, d_key, d_value, None, None
 
 
 _core.defvjp(_core_forward, _core_backward)
+
+
+def cached_attention(
+    query: Float[Array, "batch heads dim"],
+    key: Float[Array, "batch kv dim"],
+    value: Float[Array, "batch kv dim"],
+    past_key: Float[Array, "batch length kv dim"],
+    past_value: Float[Array, "batch length kv dim"],
+    count: Int[Array, " batch"],
+) -> Float[Array, "batch heads dim"]:
+    """Attention of one new position a row over the first `count` cached ones and itself; no gradient is needed.
+
+    The new key and value come apart from the cache, which is only read: it can be written once for all layers.
+    """
+    batch, heads, dim = query.shape
+    kv, length = key.shape[1], past_key.shape[1]
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    grouped = query.reshape(batch, kv, heads // kv, dim)
+    past = jnp.einsum("bkgd,btkd->bkgt", grouped, past_key, preferred_element_type=wide)
+    seen = jnp.arange(length) < count[:, None, None, None]
+    past = jnp.where(seen, past * dim**-0.5, jnp.finfo(wide).min)
+    own = jnp.einsum("bkgd,bkd->bkg", grouped, key, preferred_element_type=wide) * dim**-0.5
+    scores = jnp.concatenate([past, own[..., None]], -1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+    out = jnp.einsum("bkgt,btkd->bkgd", weights[..., :-1], past_value, preferred_element_type=wide)
+    out = out + weights[..., -1:].astype(wide) * value[:, :, None].astype(wide)
+    return out.reshape(query.shape).astype(query.dtype)
 
 
 def _dropped(x: Array, keep: Bool[Array, "..."] | None, keep_rate: float) -> Array:
