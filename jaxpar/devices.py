@@ -1,0 +1,50 @@
+"""How many devices a run sees: simulated ones on a CPU, the real ones elsewhere.
+
+XLA reads its flags once, when JAX is first used: `simulate` comes before, and imports none of it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+from jaxpar.axes import MeshError, parse_mesh
+
+_FLAG = "--xla_force_host_platform_device_count"
+
+
+def simulate(mesh: str, devices: int | None) -> None:
+    """Make the CPU backend show as many devices as `mesh` needs, or `devices`.
+
+    The flag means nothing to a GPU or a TPU. A mesh with a -1 and no number of devices takes those
+    that are visible.
+
+    Raises:
+        MeshError: a bad mesh, or one that does not fit `devices`.
+    """
+    if devices is None and "-1" in mesh:
+        return
+    count = math.prod(parse_mesh(mesh, devices).values())
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_FLAG)]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, f"{_FLAG}={count}"])
+
+
+def announce(devices: int | None) -> str:
+    """One line on what the run sees. Starts JAX's backend.
+
+    Raises:
+        MeshError: `devices` was asked for where devices are real.
+    """
+    import jax
+
+    seen = jax.devices()
+    if seen[0].platform != "cpu":
+        if devices not in (None, len(seen)):
+            raise MeshError(
+                f"devices {devices}: only a CPU simulates devices, and {len(seen)} x "
+                f"{seen[0].device_kind} are visible; leave --devices out"
+            )
+        return f"{len(seen)} x {seen[0].device_kind}"
+    if len(seen) == 1:
+        return "one CPU device"
+    return f"no accelerator here: simulating {len(seen)} devices on this CPU"
