@@ -179,6 +179,19 @@ def test_step_a_thousand_million_costs_what_step_zero_does(texts) -> None:
     assert time.perf_counter() - begin < 0.5
 
 
+def test_importing_starts_nothing() -> None:
+    """Workers that tokenise import the package: no thread, no JAX, and a config no Grain."""
+    code = """
+        import sys, threading
+        import jaxpar.config
+        assert not {"numpy", "grain", "jax"} & set(sys.modules)
+        import jaxpar.data
+        assert not {"grain", "jax"} & set(sys.modules)
+        assert threading.active_count() == 1
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
 # ---- several processes --------------------------------------------------------------------------
 
 PROCESS = textwrap.dedent(
@@ -193,9 +206,8 @@ PROCESS = textwrap.dedent(
     size = dataset.train.rows // given["count"]
     mine = slice(given["rank"] * size, (given["rank"] + 1) * size)
     out = {"fingerprint": np.array(json.dumps(dataset.fingerprint)), "heldout": len(dataset.heldout)}
-    steps = range(given["first"], given["last"])
-    for step, batch in zip(steps, data.prefetch(lambda s: dataset.train.batch(s, mine), steps)):
-        out |= {f"{step} {name}": array for name, array in batch.items()}
+    for step in range(given["first"], given["last"]):
+        out |= {f"{step} {name}": array for name, array in dataset.train.batch(step, mine).items()}
         out[f"{step} ids"] = dataset.train.ids(step, mine)
     for index in range(len(dataset.heldout)):
         out[f"heldout {index}"] = dataset.heldout.batch(index, mine)["targets"]

@@ -119,6 +119,7 @@ class Concatenated:
         self.store, self.seq = store, seq
         _check_packed(store, 2 if tail else seq)
         self._tokens, self._mask = _plain(store)
+        self._offsets = np.asarray(store.offsets)
         # The very last token ends a document: as an input it would have no target.
         self._count = math.ceil((len(self._tokens) - 1) / seq)
 
@@ -127,7 +128,7 @@ class Concatenated:
 
     def read(self, rows: Int[np.ndarray, " n"]) -> Batch:
         """tokens, targets, positions, segments."""
-        offsets = self.store.offsets
+        offsets = self._offsets
         begin = rows * self.seq
         end = np.minimum(begin + self.seq, len(self._tokens))
         first = np.searchsorted(offsets, begin, side="right") - 1
