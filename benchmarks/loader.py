@@ -1,6 +1,6 @@
 """Tokens a second of packed batches, against plain slicing of the same token file, taking turns in one process.
 
-    python benchmarks/loader.py [--megabytes 256] [--rounds 5] [--seconds 2] [--rows 32]
+    python benchmarks/loader.py [--megabytes 256] [--rounds 5] [--seconds 1.5] [--rows 32 128]
 
 The file is made on the spot: random ids of 16 bits in documents of log-normal lengths (median 600 tokens, mean about
 1200, as web text has). Ours is the whole loader: order, packing, positions, segments, and Grain's threads. Plain is what
@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import operator
+import os
 import pathlib
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import psutil
@@ -60,9 +62,9 @@ def plain(path: pathlib.Path, rows: int, seq: int, dtype: type) -> Iterator[int]
         yield (x.size + y.size) // 2
 
 
-def loader(rows: data.TrainBatches, threads: int) -> Iterator[int]:
+def loader(rows: data.TrainBatches) -> Iterator[int]:
     """Batches of the loader; yields their tokens."""
-    for batch in data.prefetch(rows.batch, range(10**9), threads=threads, ahead=2 * threads):
+    for batch in data.prefetch(rows.batch, range(10**9)):
         yield batch["tokens"].size
 
 
@@ -93,17 +95,14 @@ class Memory:
         while not self._done.wait(0.005):
             self._peak = max(self._peak, self._now())
 
-    def stop(self) -> int:
+    def peak(self) -> int:
         """Bytes."""
-        self._done.set()
-        self._thread.join()
         return self._peak - self._begin
 
-
-def timed(call: Callable[[], object]) -> tuple[object, float]:
-    """What a call returns, and its seconds."""
-    begin = time.perf_counter()
-    return call(), time.perf_counter() - begin
+    def stop(self) -> None:
+        """End the thread that watches."""
+        self._done.set()
+        self._thread.join()
 
 
 def main() -> None:
@@ -112,54 +111,63 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="of one turn")
-    parser.add_argument("--rows", type=int, default=32, help="rows a batch")
-    parser.add_argument("--threads", type=int, default=2, help="that read, of ours")
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 128], help="rows a batch")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store = make_store(pathlib.Path(folder), args.megabytes)
         path = pathlib.Path(folder) / "tokens.bin"
         print(
-            f"{len(store.tokens):,} tokens in {len(store):,} documents; {args.rows} rows a batch; "
-            f"millions of tokens a second, medians of {args.rounds} rounds\n"
+            f"{len(store.tokens):,} tokens in {len(store):,} documents; millions of tokens a second, "
+            f"medians of {args.rounds} rounds; load average {os.getloadavg()[0]:.1f}\n"
         )
         print(
-            "| packing, sequence | ours | plain int32 | ratio | plain int64 | ratio | plan | own memory |"
+            "| packing | batch | ours | plain int32 | ratio | plain int64 | ratio | plan | own memory |"
         )
-        print("|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|")
         for packing, seq in itertools.product(("best_fit", "concatenate"), (1024, 2048)):
             memory = Memory()
-            seconds = 0.0
+            plan = ""
             if packing == "best_fit":
-                plan, seconds = timed(lambda seq=seq: best_fit.make(store, seq))
-                rows = BestFit(store, seq, plan)
+                begin = time.perf_counter()
+                source = BestFit(store, seq, best_fit.make(store, seq))
+                plan = f"{time.perf_counter() - begin:.2f} s"
             else:
-                rows = Concatenated(store, seq)
-            batches = data.TrainBatches([rows], rows=args.rows, seed=0, vocab=50_257)
-            turns = {
-                "ours": loader(batches, args.threads),
-                "int32": plain(path, args.rows, seq, np.int32),
-                "int64": plain(path, args.rows, seq, np.int64),
-            }
-            for turn in turns.values():
-                rate(turn, args.seconds / 3)  # pages come in, threads start
-            rates: dict[str, list[float]] = {name: [] for name in turns}
-            for _ in range(args.rounds):
-                for name, turn in turns.items():
-                    rates[name].append(rate(turn, args.seconds))
-            turns["ours"].close()
-            peak = memory.stop()
-            median = {name: statistics.median(values) / 1e6 for name, values in rates.items()}
-            ratios = {
-                name: statistics.median(
-                    a / b for a, b in zip(rates["ours"], rates[name], strict=True)
+                source = Concatenated(store, seq)
+            for rows in args.rows:
+                batches = data.TrainBatches([source], rows=rows, seed=0, vocab=50_257)
+                turns = {
+                    "ours": loader(batches),
+                    "int32": plain(path, rows, seq, np.int32),
+                    "int64": plain(path, rows, seq, np.int64),
+                }
+                rates = take_turns(turns, args.rounds, args.seconds)
+                turns["ours"].close()
+                median = {name: statistics.median(values) / 1e6 for name, values in rates.items()}
+                ratio = {
+                    name: statistics.median(map(operator.truediv, rates["ours"], rates[name]))
+                    for name in ("int32", "int64")
+                }
+                print(
+                    f"| {packing} | {rows} x {seq} | {median['ours']:.0f} "
+                    f"| {median['int32']:.0f} | {ratio['int32']:.2f} "
+                    f"| {median['int64']:.0f} | {ratio['int64']:.2f} "
+                    f"| {plan} | {memory.peak() / 2**20:.0f} MiB |",
+                    flush=True,
                 )
-                for name in ("int32", "int64")
-            }
-            print(
-                f"| {packing}, {seq} | {median['ours']:.0f} | {median['int32']:.0f} | {ratios['int32']:.2f} | "
-                f"{median['int64']:.0f} | {ratios['int64']:.2f} | {seconds:.1f} s | {peak / 2**20:.0f} MiB |",
-                flush=True,
-            )
+            memory.stop()
+
+
+def take_turns(
+    turns: dict[str, Iterator[int]], rounds: int, seconds: float
+) -> dict[str, list[float]]:
+    """Tokens a second of each, in each round."""
+    for turn in turns.values():
+        rate(turn, seconds / 3)  # pages come in, threads start
+    rates: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            rates[name].append(rate(turn, seconds))
+    return rates
 
 
 if __name__ == "__main__":

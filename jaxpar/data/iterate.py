@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar, cast
 
@@ -29,20 +30,28 @@ def prefetch(
     source = _Source(make, steps if isinstance(steps, Sequence) else tuple(steps))
     items = iter(grain.MapDataset.source(source).to_iter_dataset(options))
     try:
-        for item, error in items:
-            if error is not None:
-                raise error
-            yield cast(Item, item)
+        for made in items:
+            if made.error is not None:
+                raise made.error
+            yield cast(Item, made.item)
     finally:
         items.close()
 
 
-class _Source(Generic[Item]):
-    """What Grain asks of a data source: a length, and an item for each index.
+@dataclasses.dataclass(slots=True)
+class _Made(Generic[Item]):
+    """An item, or the error that came instead of it.
 
-    An item comes with the error that came instead of it: what Grain carries itself, it writes notes
-    on, and a StopIteration would end the loop early without a word.
+    Errors that Grain carries itself it writes notes on, and a StopIteration would end the loop early
+    without a word. Items are boxed so that it does not walk through their arrays to count bytes.
     """
+
+    item: Item | None
+    error: BaseException | None
+
+
+class _Source(Generic[Item]):
+    """What Grain asks of a data source: a length, and an item for each index."""
 
     def __init__(self, make: Callable[[int], Item], steps: Sequence[int]):
         self._make, self._steps = make, steps
@@ -50,8 +59,8 @@ class _Source(Generic[Item]):
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __getitem__(self, index: int) -> tuple[Item | None, BaseException | None]:
+    def __getitem__(self, index: int) -> _Made[Item]:
         try:
-            return self._make(self._steps[index]), None
+            return _Made(self._make(self._steps[index]), None)
         except BaseException as error:
-            return None, error
+            return _Made(None, error)
