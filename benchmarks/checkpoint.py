@@ -37,18 +37,17 @@ def main() -> None:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxpar.checkpoint import Checkpoints
+    from jaxpar.mesh import make_mesh
 
-    mesh = jax.make_mesh((args.devices,), ("data",))
+    mesh = make_mesh(f"data={args.devices}").jax_mesh
     split = NamedSharding(mesh, PartitionSpec("data"))
     # As many leaves as a small decoder with its moments has, all random: nothing to compress.
     leaves, width = 36, 1024
     rows = args.megabytes * 250_000 // leaves // width // args.devices * args.devices
-    keys = jax.random.split(jax.random.key(0), leaves)
-
-    def values() -> dict[str, jax.Array]:
-        return {f"w{i}": jax.random.normal(k, (rows, width)) for i, k in enumerate(keys)}
-
-    state = jax.jit(values, out_shardings=split)()
+    value = jax.jit(
+        lambda seed: jax.random.normal(jax.random.key(seed), (rows, width)), out_shardings=split
+    )
+    state = {f"w{i}": value(i) for i in range(leaves)}
     square = jax.device_put(
         jax.random.normal(jax.random.key(1), (width, width)) / 32,
         NamedSharding(mesh, PartitionSpec()),
@@ -58,7 +57,7 @@ def main() -> None:
         state: dict[str, jax.Array], square: jax.Array
     ) -> tuple[dict[str, jax.Array], jax.Array]:
         new = {name: x * 0.999 + 0.001 * jnp.tanh(x @ square) for name, x in state.items()}
-        return new, sum(x[0, 0] for x in new.values())
+        return new, jnp.mean(new["w0"])
 
     run = jax.jit(
         step, donate_argnums=0, out_shardings=(split, NamedSharding(mesh, PartitionSpec()))

@@ -49,22 +49,19 @@ def fingerprint(x: Array) -> UInt32[Array, "2"]:
     return jnp.stack([jnp.sum(first, dtype=np.uint32), jnp.sum(second, dtype=np.uint32)])
 
 
-def of(arrays: Sequence[Array]) -> UInt32[Array, "leaves 2"]:
-    """The sums of every array, on their devices; returns before they are known. `text` shows a row of them."""
-    return _together(tuple(arrays))
+def of(arrays: Sequence[Array]) -> list[UInt32[Array, "2"]]:
+    """The sums of every array, on their devices; returns before they are known. `text` shows one.
 
-
-@jax.jit
-def _together(arrays: tuple[Array, ...]) -> UInt32[Array, "leaves 2"]:
-    if not arrays:
-        return jnp.zeros((0, 2), np.uint32)
-    return jnp.stack([fingerprint(x) for x in arrays])
+    A program each, not one for all: a parameter and its moments are alike and share theirs, and so do saving and
+    restoring.
+    """
+    return [_one(x) for x in arrays]
 
 
 def named(arrays: Mapping[str, Any]) -> dict[str, str]:
     """name -> fingerprint of each array, of JAX or of numpy; waits for the devices."""
     device = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
-    rows = dict(zip(device, np.asarray(of(list(device.values()))), strict=True))
+    rows = dict(zip(device, jax.device_get(of(list(device.values()))), strict=True))
     return {n: text(rows[n]) if n in rows else on_host(x) for n, x in arrays.items()}
 
 
@@ -98,6 +95,9 @@ def on_host(x: Any) -> str:
         mixed = _mixed(part, index.astype(np.uint32), high)
         sums = [s + int(m.sum(dtype=np.uint64)) for s, m in zip(sums, mixed, strict=True)]
     return text([s % _WORDS for s in sums])
+
+
+_one = jax.jit(fingerprint)
 
 
 def _check(dtype: Any) -> None:

@@ -112,8 +112,9 @@ def test_a_folder_that_may_only_be_read(open_folder) -> None:
     (store.folder / "20" / "meta" / "metadata").write_text("{}")
     store.folder.chmod(0o555)
     with nobody():
+        store.save(30, tree(30), {})
         with pytest.raises(CheckpointError, match=r"step 30 could not be written .*Permission"):
-            store.save(30, tree(30), {})
+            store.wait()
         restored = Checkpoints(store.folder).restore(plain(tree(10)))
     assert restored.step == 10
     assert "it stays under its name: Permission denied" in restored.notes[0]
@@ -123,8 +124,9 @@ def test_a_folder_that_may_only_be_read(open_folder) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path) -> None:
     (tmp_path / "file").write_text("not a folder")
     store = Checkpoints(tmp_path / "file")
+    store.save(1, tree(1), {})
     with pytest.raises(CheckpointError, match="step 1 could not be written"):
-        store.save(1, tree(1), {})
+        store.wait()
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         store.restore(plain(tree(1)))
     store.close()

@@ -38,8 +38,8 @@ def test_a_leaf_a_layer_and_back(narrow, tmp_path) -> None:
     names = stored(tmp_path / "layers")
     for prefix in ("params", "masters", "opt_state/0/mu", "opt_state/0/nu"):
         for i in range(3):
-            assert f"{prefix}/blocks/{i}/attention/query" in names
-        assert f"{prefix}/blocks/attention/query" not in names
+            assert f"{prefix}/blocks/{i}/mlp/up" in names
+        assert f"{prefix}/blocks/mlp/up" not in names
     opened = report.opened(tmp_path / "layers", 5)
     one = report.forms.read(
         opened.path,
@@ -103,7 +103,7 @@ def test_safetensors(dtype, narrow, tmp_path) -> None:
     np.testing.assert_array_equal(
         tensors["embed.tokens"], host.masters["embed"]["tokens"].astype(kind)
     )
-    assert len(tensors) == 3 * len(jax.tree.leaves(host.masters["blocks"])) + 3
+    assert len(tensors) == 3 * len(jax.tree.leaves(host.masters["blocks"])) + 1
     with pytest.raises(CheckpointError, match="is there already"):
         forms.convert(folder / "5", file, "safetensors")
 

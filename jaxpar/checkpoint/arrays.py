@@ -53,7 +53,7 @@ class Writer:
     def start(
         self, path: pathlib.Path, arrays: Mapping[str, Any], meta: Callable[[], Mapping[str, Any]]
     ) -> None:
-        """Begin to write; when this returns, the arrays may be donated or changed.
+        """Begin to write; when this returns, arrays on an accelerator may be donated, and those of `held` anyhow.
 
         Args:
             arrays: of JAX or numpy.
@@ -61,7 +61,7 @@ class Writer:
         """
         self._orbax.save(
             path,
-            ocp.args.Composite(state=ocp.args.PyTreeSave(_held(arrays)), meta=_LateJsonSave(meta)),
+            ocp.args.Composite(state=ocp.args.PyTreeSave(dict(arrays)), meta=_LateJsonSave(meta)),
         )
 
     def wait(self) -> None:
@@ -74,15 +74,18 @@ class Writer:
         logging.getLogger("absl").removeFilter(self._filter)
 
 
-def _held(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays, with those copied that Orbax would only look at.
+def held(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """(arrays for `Writer.start`, whether it may be called later, from any thread); does not wait for a device.
 
-    From an accelerator it copies to the host before it returns. On a CPU the host copy is the device's own buffer, which
-    the next step may write over.
+    From an accelerator Orbax copies to the host before `start` returns. On a CPU the host copy would be the device's own
+    buffer, which the next step may write over: those are copied here, as are arrays of numpy. Several processes have to
+    start together, in the order of their programs.
     """
-    held = {k: x if isinstance(x, jax.Array) else np.array(x) for k, x in arrays.items()}
-    here = {k: x for k, x in held.items() if isinstance(x, jax.Array) and _on_cpu(x)}
-    return held | dict(zip(here, _copies(tuple(here.values())), strict=True))
+    out = {k: x if isinstance(x, jax.Array) else np.array(x) for k, x in arrays.items()}
+    device = {k: x for k, x in out.items() if isinstance(x, jax.Array)}
+    here = {k: x for k, x in device.items() if _on_cpu(x)}
+    out |= dict(zip(here, _copies(tuple(here.values())), strict=True))
+    return out, len(here) == len(device) and jax.process_count() == 1
 
 
 @jax.jit

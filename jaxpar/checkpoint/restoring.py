@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,8 @@ _SHOWN = 5
 """Differences that an error lists."""
 
 _FRESH = ("step", "skipped", "rng")
-"""Leaves that weights alone do not bring."""
+_NOT_WEIGHTS = ("opt_state", *_FRESH)
+"""Parts of a state that weights alone do not bring."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,8 +89,7 @@ def restore(
     """
     meta = files.read_meta(path)
     abstract = true_state(par)
-    left_out = ("opt_state",) if reset_optimizer or weights_only else ()
-    left_out += _FRESH if weights_only else ()
+    left_out = _NOT_WEIGHTS if weights_only else ("opt_state",) if reset_optimizer else ()
 
     def takes(name: str) -> bool:
         return name.split("/")[0] not in left_out
@@ -204,7 +205,7 @@ def plan(
     differences = loose if allow_cast else strict
     more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     shown = "".join(f"\n  {line}" for line in differences[:_SHOWN])
-    if weights and any(line.startswith("opt_state") for line in differences):
+    if weights and any(re.split("[/:]", line)[0] in _NOT_WEIGHTS for line in differences):
         hint = "\nit holds weights only: a new run can start from them (--init-from)"
     elif not loose:
         hint = "\n--allow-cast lets values change their dtype"

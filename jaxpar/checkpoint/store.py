@@ -11,6 +11,7 @@ A checkpoint appears under its name complete or not at all, is never written ove
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import pathlib
 import threading
@@ -18,7 +19,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from jaxpar import fingerprint
 from jaxpar.checkpoint import arrays, files, restoring
@@ -96,14 +96,22 @@ class Checkpoints:
         leaves = restoring.flat(state)
         described = _described(step, meta, metric)
         prints = _fingerprints(leaves)
-        try:
-            self._writer.start(
-                path, leaves, lambda: files.sealed({**described, "fingerprints": prints()})
-            )
-        except (OSError, ValueError) as error:
-            raise self._failed(step, error) from error
+        held, later = arrays.held(leaves)
+        begin = functools.partial(
+            self._writer.start,
+            path,
+            held,
+            lambda: files.sealed({**described, "fingerprints": prints()}),
+        )
+        if not later:
+            try:
+                begin()
+            except (OSError, ValueError) as error:
+                raise self._failed(step, error) from error
         self._thread = threading.Thread(
-            target=self._finish, args=(step,), name=f"checkpoint {step}"
+            target=self._finish,
+            args=(step, begin if later else None),
+            name=f"checkpoint {step}",
         )
         self._thread.start()
         if not self._asynchronous:
@@ -151,10 +159,12 @@ class Checkpoints:
             raise CheckpointError(f"{path} is there already; a checkpoint is never written over")
         self.set_aside(int(path.name), "damaged", reason)
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, step: int, begin: Callable[[], None] | None) -> None:
         """In the background: until the checkpoint is complete, then retention."""
         assert self._writer is not None
         try:
+            if begin is not None:
+                begin()
             self._writer.wait()
         # Whatever it is, the training loop has to hear of it, and this thread has no caller.
         except BaseException as error:
@@ -336,7 +346,7 @@ def _fingerprints(leaves: Mapping[str, Any]) -> Callable[[], dict[str, str]]:
     sums = fingerprint.of(list(device.values()))
 
     def wait() -> dict[str, str]:
-        rows = dict(zip(device, np.asarray(sums), strict=True))
+        rows = dict(zip(device, jax.device_get(sums), strict=True))
         return {n: fingerprint.text(rows[n]) if n in rows else host[n] for n in leaves}
 
     return wait
