@@ -24,7 +24,6 @@ A row is a dict of arrays: tokens, targets, and for packed rows positions and se
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -277,12 +276,12 @@ def _packed(
     heads = np.cumsum(pieces.counts) - pieces.counts
     nth = np.arange(1, len(width) + 1, dtype=np.int32)
     nth -= np.repeat(heads.astype(np.int32), pieces.counts)
-    positions = np.repeat(pieces.at.astype(np.int32), width)
-    np.subtract(_places(tokens.size), positions, out=positions)
+    positions = np.repeat((pieces.at % seq).astype(np.int32), width).reshape(rows, seq)
+    np.subtract(np.arange(seq, dtype=np.int32), positions, out=positions)
     batch = {
         "tokens": tokens,
         "targets": targets,
-        "positions": positions.reshape(rows, seq),
+        "positions": positions,
         "segments": np.repeat(nth, width).reshape(rows, seq),
     }
     if pieces.room.any():
@@ -293,13 +292,6 @@ def _packed(
         batch["positions"].ravel()[place] = 0
         batch["segments"].ravel()[place] = 0
     return batch
-
-
-@functools.lru_cache(maxsize=4)
-def _places(size: int) -> Int32[np.ndarray, " size"]:
-    places = np.arange(size, dtype=np.int32)
-    places.flags.writeable = False
-    return places
 
 
 def _copy(stored: np.ndarray, out: np.ndarray, starts: Int[np.ndarray, " rows"]) -> None:
