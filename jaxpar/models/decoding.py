@@ -45,6 +45,11 @@ class Cache(NamedTuple):
     value: Float[Array, "layers batch places kv dim"]
 
 
+def both(x: Any) -> Any:
+    """The pytree of a `Cache` with `x` (a split, a shape) for either half."""
+    return Cache(x, x)
+
+
 @dataclasses.dataclass(frozen=True)
 class Decoder:
     """The programs of one model on one mesh: pure functions of whole arrays, to be jitted.
@@ -123,7 +128,7 @@ class Decoder:
         ids from `config.vocab` on are padding.
         """
         run = functools.partial(_prefill, self.config, self._graph, places)
-        outs = (self._logits, Cache(self.cache_spec, self.cache_spec))
+        outs = (self._logits, both(self.cache_spec))
         return self.region(run, (self._params, self.rows, self.rows), outs)(params, tokens, lengths)
 
     def step(
@@ -134,7 +139,7 @@ class Decoder:
         positions: Int[Array, " batch"],
     ) -> tuple[Float[Array, "batch vocab"], Cache]:
         """Logits after one more token a row, which stands at `positions`, and the cache with it."""
-        caches = Cache(self.cache_spec, self.cache_spec)
+        caches = both(self.cache_spec)
         run = functools.partial(_step, self.config, self._graph)
         ins = (self._params, caches, self.rows, self.rows)
         return self.region(run, ins, (self._logits, caches))(params, cache, tokens, positions)
@@ -196,7 +201,9 @@ def _step(
         block, past = parts
 
         def attend(q: Array, k: Array, v: Array) -> Array:
-            return cached_attention(q[:, 0], k[:, 0], v[:, 0], *past, positions)[:, None]
+            return cached_attention(q[:, 0], k[:, 0], v[:, 0], past.key, past.value, positions)[
+                :, None
+            ]
 
         return _layer(graph, block, x, at, attend)
 

@@ -140,6 +140,8 @@ def find(run: str) -> pathlib.Path:
             f"no run at {run}: neither it nor the two folders above hold a config.yaml; give the folder of a run, "
             "such as runs/NAME, or a checkpoint in it"
         )
+    if home == path and not (path / "checkpoints").is_dir():
+        raise ConfigError(f"no complete checkpoint in {run}: the run has saved none yet")
     return home
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxpar import precision as precisions
 from jaxpar.config import ModelConfig
 from jaxpar.mesh import Mesh
-from jaxpar.models.decoding import Cache, Decoder
+from jaxpar.models.decoding import Cache, Decoder, both
 from jaxpar.sample.choice import NOT_FINITE, Choice, choose
 
 ENDED = -1
@@ -238,7 +238,7 @@ class Sampler:
     @property
     def _outs(self) -> tuple[Any, Cache]:
         split = jax.sharding.NamedSharding(self.mesh.jax_mesh, self.decoder.cache_spec)
-        return self.mesh.sharding(), Cache(split, split)
+        return self.mesh.sharding(), both(split)
 
     def _pick(
         self, logits: Float[Array, "batch vocab"], key: Key[Array, ""], index: Array, choice: Choice
