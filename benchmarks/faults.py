@@ -29,6 +29,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
+from jaxpar.checkpoint.files import read_meta
+
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS, EVERY = 24, 4
 FLAGS = [
@@ -135,23 +137,12 @@ class Lab:
         folder = self.run / "checkpoints"
         return folder.is_dir() and any("tmp" in p.name for p in folder.iterdir())
 
-    def fingerprints(self, run: pathlib.Path) -> dict:
-        """Checksums of every leaf of the last checkpoint, computed from its files."""
-        command = [
-            sys.executable,
-            "-m",
-            "jaxpar.checkpoint",
-            "verify",
-            str(run),
-            "--step",
-            str(STEPS),
-            "--json",
-        ]
+    def fingerprints(self, run: pathlib.Path) -> dict[str, str]:
+        """Checksums of every leaf of the last checkpoint, once its files have been found to agree with them."""
+        command = [sys.executable, "-m", "jaxpar.checkpoint", "verify", str(run), "--step", str(STEPS)]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(
-            command, cwd=self.home, env=env, capture_output=True, text=True, check=True
-        )
-        return json.loads(done.stdout)
+        subprocess.run(command, cwd=self.home, env=env, capture_output=True, check=True)
+        return read_meta(run / "checkpoints" / str(STEPS))["fingerprints"]
 
 
 def wait_for(
