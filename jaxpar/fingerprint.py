@@ -10,9 +10,12 @@ second += mix(mix(word ^ place) ^ KEY)
 ```
 
 `mix` is the finaliser of MurmurHash3 (A. Appleby), a bijection: a change of any one word changes the first sum, always;
-any other change goes unseen with odds of 2**-64. Sums do not care which device adds what, so every shard is read where
-it is and only the sums travel: two words a leaf, in an all-reduce. The index is that of the whole array of true shape,
-row-major, so a moved row or two elements that changed places are seen as well.
+any other change goes unseen with odds of 2**-64. Sums do not care which device adds what, so every device reads its own
+shard where it is, and the host adds up two words a device; a copy counts once. The index is that of the whole array of
+true shape, row-major, so a moved row or two elements that changed places are seen as well.
+
+No program here waits for another device. Programs that do, and do not depend on each other, can lock up when many are under
+way at once on simulated devices, which share a few threads.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 _KEY = np.uint32(0x9E3779B9)
@@ -35,27 +39,82 @@ _CHUNK = 1 << 18
 """Words that numpy takes at a time: its temporaries then stay in the cache."""
 
 
-def fingerprint(x: Array) -> UInt32[Array, "2"]:
-    """The two sums of an array of true shape; for use in jit.
+def of(arrays: Sequence[Array]) -> list[UInt32[Array, "devices 2"]]:
+    """The two sums of each array on each device; returns before they are known. `text` shows one.
+
+    A program for each array, not one for all: a parameter and its moments are alike and share theirs, and so do saving
+    and restoring.
 
     Raises:
         TypeError: an element type that is not whole bytes, or a typed random key.
     """
+    return [sums(x) for x in arrays]
+
+
+def sums(x: Array) -> UInt32[Array, "devices 2"]:
+    """The two sums of an array of true shape, one row a device (one in all over several processes)."""
+    _check(x.dtype)
+    if isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh):
+        return _of_shards(x, x.sharding.mesh, x.sharding.spec)
+    return _of_whole(x)
+
+
+@jax.jit
+def _of_whole(x: Array) -> UInt32[Array, "1 2"]:
     words = _device_words(x)
-    if words.ndim == 0:
-        words = words[None]
-    low, high = _index(words.shape, lambda d: jax.lax.broadcasted_iota(np.uint32, words.shape, d))
-    first, second = _mixed(words, low, high)
-    return jnp.stack([jnp.sum(first, dtype=np.uint32), jnp.sum(second, dtype=np.uint32)])
+    return _added(words, words.shape, [np.uint32(0)] * words.ndim)[None]
 
 
-def of(arrays: Sequence[Array]) -> list[UInt32[Array, "2"]]:
-    """The sums of every array, on their devices; returns before they are known. `text` shows one.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _of_shards(x: Array, mesh: Mesh, spec: PartitionSpec) -> UInt32[Array, "devices 2"]:
+    entries = [e if isinstance(e, tuple) else () if e is None else (e,) for e in spec]
+    entries += [()] * (x.ndim - len(entries))
+    copies = [a for a in mesh.axis_names if not any(a in axes for axes in entries)]
+    several = jax.process_count() > 1
 
-    A program each, not one for all: a parameter and its moments are alike and share theirs, and so do saving and
-    restoring.
-    """
-    return [_one(x) for x in arrays]
+    def shard(part: Array) -> Array:
+        words = _device_words(part)
+        ways = [math.prod(mesh.shape[a] for a in axes) for axes in entries]
+        starts = [
+            _place(axes, mesh) * np.uint32(n) for axes, n in zip(entries, part.shape, strict=True)
+        ]
+        whole = [n * w for n, w in zip(part.shape, ways, strict=True)]
+        extra = words.shape[part.ndim :]
+        added = _added(words, (*whole, *extra), [*starts, *[np.uint32(0)] * len(extra)])
+        mine = _place(copies, mesh) == 0
+        added = jnp.where(mine, added, np.uint32(0))
+        # Each process sees its own devices alone; those of several processes are real, and take programs in order.
+        return (jax.lax.psum(added, mesh.axis_names) if several else added)[None]
+
+    rows = PartitionSpec() if several else PartitionSpec(mesh.axis_names)
+    return jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=rows,
+        axis_names=set(mesh.axis_names),
+        check_vma=False,
+    )(x)
+
+
+def _place(axes: Sequence[str], mesh: Mesh) -> Any:
+    """Index of this device among those along some axes, the first axis slowest."""
+    index = jnp.uint32(0)
+    for axis in axes:
+        index = index * np.uint32(mesh.shape[axis]) + jax.lax.axis_index(axis).astype(np.uint32)
+    return index
+
+
+def _added(words: Array, shape: Sequence[int], starts: Sequence[Any]) -> UInt32[Array, "2"]:
+    """The sums over a part of an array of `shape`, which starts at `starts`."""
+    if not shape:
+        words, shape, starts = words[None], (1,), (np.uint32(0),)
+
+    def coordinate(d: int) -> Array:
+        return jax.lax.broadcasted_iota(np.uint32, words.shape, d) + starts[d]
+
+    low, high = _index(shape, coordinate)
+    return jnp.stack([jnp.sum(m, dtype=np.uint32) for m in _mixed(words, low, high)])
 
 
 def named(arrays: Mapping[str, Any]) -> dict[str, str]:
@@ -66,12 +125,13 @@ def named(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 
 def text(sums: Any) -> str:
-    """16 hex digits of a row of `of`.
+    """16 hex digits of the rows of one array, in numpy.
 
-    >>> text(np.array([1, 255], np.uint32))
+    >>> text(np.array([[1, 200], [0, 55]], np.uint32))
     '00000001000000ff'
     """
-    return "".join(f"{int(s):08x}" for s in sums)
+    rows = np.asarray(sums, np.uint64).reshape(-1, 2)
+    return "".join(f"{int(s) % _WORDS:08x}" for s in rows.sum(axis=0))
 
 
 def on_host(x: Any) -> str:
@@ -93,11 +153,10 @@ def on_host(x: Any) -> str:
         index = np.arange(start, start + part.size, dtype=np.uint64)
         high = (index >> np.uint64(32)).astype(np.uint32) if words.size > _WORDS else None
         mixed = _mixed(part, index.astype(np.uint32), high)
-        sums = [s + int(m.sum(dtype=np.uint64)) for s, m in zip(sums, mixed, strict=True)]
-    return text([s % _WORDS for s in sums])
-
-
-_one = jax.jit(fingerprint)
+        sums = [
+            (s + int(m.sum(dtype=np.uint64))) % _WORDS for s, m in zip(sums, mixed, strict=True)
+        ]
+    return text(sums)
 
 
 def _check(dtype: Any) -> None:

@@ -78,15 +78,14 @@ def test_every_mesh_and_split_gives_the_same() -> None:
 
 
 @pytest.mark.core
-def test_nothing_but_the_sums_travels() -> None:
+def test_no_device_waits_for_another() -> None:
+    """Many programs with collectives under way at once lock up on simulated devices."""
     on = mesh("4x2").jax_mesh
     for spec in (PartitionSpec("data", "model"), PartitionSpec(None, "data"), PartitionSpec()):
         x = jax.device_put(bits((64, 64), np.float32), NamedSharding(on, spec))
-        text = jax.jit(fingerprint.fingerprint).lower(x).compile().as_text()
-        found = hlo.collectives(text, on)
-        assert bool(found) == bool(spec)
-        assert {c.kind for c in found} <= {"all-reduce"}
-        assert all(c.payload <= 8 for c in found)
+        text = fingerprint._of_shards.lower(x, on, spec).compile().as_text()
+        assert "xor" in text
+        assert hlo.collectives(text, on) == []
 
 
 def changed(x: np.ndarray, data: st.DataObject) -> np.ndarray:
