@@ -33,7 +33,7 @@ def run(monkeypatch):
     [
         ("trai", "unknown command trai; did you mean train?"),
         ("benhc", "unknown command benhc; did you mean bench?"),
-        ("zzz", "unknown command zzz; there are train, bench"),
+        ("zzz", f"unknown command zzz; there are {', '.join(console.COMMANDS)}"),
     ],
 )
 def test_an_unknown_command_names_the_nearest(command, expected, run, capsys) -> None:
