@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -14,7 +13,6 @@ from stores import numbered, store
 
 from jaxpar import data
 from jaxpar.data.batches import TrainBatches
-from jaxpar.data.files import split
 from jaxpar.data.heldout import HeldOutBatches
 from jaxpar.data.order import permute
 from jaxpar.data.packing import IGNORED, Concatenated, Stream
@@ -115,24 +113,6 @@ def test_some_rows_are_those_of_the_whole_batch(rows) -> None:
         np.testing.assert_array_equal(source.ids(step, rows), source.ids(step)[rows])
 
 
-def test_batches_are_those_of_version_0_1() -> None:
-    tokens = np.random.default_rng(0).integers(0, 200, 1003)
-    old = data.Windows(tokens=tokens, seq=10, rows=7, seed=5, vocab=256)
-    new = TrainBatches([Stream(store([tokens.tolist()]), 10)], rows=7, seed=5, vocab=256)
-    for step in (0, 1, 14, 1000, 10**10):
-        before, now = old.batch(step), new.batch(step)
-        np.testing.assert_array_equal(new.ids(step)[:, 1], old.ids(step))
-        for name in before:
-            np.testing.assert_array_equal(now[name], before[name])
-    held_old = data.HeldOut(tokens=tokens, seq=10, rows=7, vocab=256)
-    held_new = HeldOutBatches([Stream(store([tokens.tolist()]), 10, tail=True)], rows=7, vocab=256)
-    assert len(held_new) == len(held_old)
-    for index in range(len(held_old)):
-        before, now = held_old.batch(index), held_new.batch(index)
-        for name in before:
-            np.testing.assert_array_equal(now[name], before[name])
-
-
 # ---- held-out tokens ----------------------------------------------------------------------------
 
 
@@ -192,26 +172,6 @@ def test_some_held_out_rows_are_those_of_the_whole_batch() -> None:
 # ---- ids outside the vocabulary (case T11) ------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [64, -1, 10**6])
-@pytest.mark.parametrize("name", ["tokens", "targets"])
-def test_an_id_outside_the_vocabulary_is_named(name: str, bad: int) -> None:
-    batch = {k: np.zeros((4, 8), np.int32) for k in ("tokens", "targets")}
-    batch[name][2, 5] = bad
-    with pytest.raises(
-        data.DataError, match=rf"batch 3, row 2: {name}\[5\] is {bad}, outside .*63"
-    ):
-        data.check_tokens(batch, 64, where="batch 3")
-
-
-def test_ignored_targets_pass_and_ignored_tokens_do_not() -> None:
-    batch = {k: np.zeros((2, 2), np.int32) for k in ("tokens", "targets")}
-    batch["targets"][1, 1] = IGNORED
-    data.check_tokens(batch, 1, where="batch 0")
-    batch["tokens"][1, 1] = IGNORED
-    with pytest.raises(data.DataError, match="row 1: tokens"):
-        data.check_tokens(batch, 1, where="batch 0")
-
-
 @pytest.mark.core
 def test_ids_are_checked_before_the_first_batch_and_named_by_file_and_row() -> None:
     source = store([[1, 2, 3], [4, 70, 0]], name="notes")
@@ -219,93 +179,6 @@ def test_ids_are_checked_before_the_first_batch_and_named_by_file_and_row() -> N
         TrainBatches([Stream(source, 4)], rows=1, seed=0, vocab=64)
     with pytest.raises(data.DataError, match=r"notes\.txt, row 2: token 1 has id 70"):
         HeldOutBatches([Stream(source, 4, tail=True)], rows=1, vocab=64)
-
-
-# ---- sources ------------------------------------------------------------------------------------
-
-
-def test_stdlib_is_the_text_of_this_python() -> None:
-    corpus = data.load("stdlib")
-    assert "argparse.py" in corpus.train_files + corpus.heldout_files
-    assert not set(corpus.train_files) & set(corpus.heldout_files)
-    assert len(corpus.train) > 5_000_000
-    assert 0.003 < len(corpus.heldout) / len(corpus.train) < 0.05
-    text = data.decode(corpus.heldout[:400].tolist())
-    assert "�" not in text[:-1]
-    names = corpus.train_files + corpus.heldout_files
-    assert not [n for n in names if "site-packages" in n or n.startswith("test/")]
-    assert str(len(corpus.heldout_files)) in str(corpus)
-
-
-def test_stdlib_without_source_says_so(tmp_path) -> None:
-    with pytest.raises(data.DataError, match=r"no \.py file under"):
-        data.read_stdlib(tmp_path)
-
-
-def test_the_split_moves_no_other_file_when_one_is_added() -> None:
-    texts = {f"f{i}": b"x" for i in range(200)}
-    before = split(texts, one_in=10)
-    after = split(texts | {"new": b"y"}, one_in=10)
-    assert set(before.heldout_files) == set(after.heldout_files) - {"new"}
-    assert 5 < len(before.heldout_files) < 40
-
-
-def test_one_file_is_cut_in_two(tmp_path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("".join(chr(33 + i % 90) for i in range(1999)))
-    corpus = data.load(str(path))
-    whole = np.concatenate([corpus.train, corpus.heldout])
-    assert bytes(whole[:-1]).decode() == path.read_text()
-    assert whole[-1] == 0
-    assert len(corpus.heldout) == 100
-    assert corpus.train_files == corpus.heldout_files == ("a.txt",)
-
-
-def test_glob_and_folder_read_the_same_files(tmp_path) -> None:
-    (tmp_path / "sub").mkdir()
-    for i in range(30):
-        (tmp_path / "sub" / f"{i}.txt").write_text(f"text {i}\n" * 10)
-    by_glob = data.load(str(tmp_path / "**" / "*.txt"))
-    by_folder = data.load(str(tmp_path))
-    assert sorted(by_glob.train_files + by_glob.heldout_files) == sorted(
-        name.removeprefix("sub" + os.sep)
-        for name in by_folder.train_files + by_folder.heldout_files
-    )
-    assert len(by_glob.train) + len(by_glob.heldout) == sum(
-        p.stat().st_size + 1 for p in (tmp_path / "sub").iterdir()
-    )
-
-
-def test_errors_name_the_file(tmp_path) -> None:
-    with pytest.raises(data.DataError, match=r"no file is there at .*absent\.txt"):
-        data.load(str(tmp_path / "absent.txt"))
-    with pytest.raises(data.DataError, match=r"no file matches .*\*\.md"):
-        data.load(str(tmp_path / "*.md"))
-    (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(data.DataError, match=r"empty\.txt is empty"):
-        data.load(str(tmp_path / "empty.txt"))
-    (tmp_path / "binary.bin").write_bytes(b"ok\xff")
-    with pytest.raises(
-        data.DataError, match=r"binary\.bin is not UTF-8 text: byte 0xff at offset 2"
-    ):
-        data.load(str(tmp_path / "binary.bin"))
-    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
-    with pytest.raises(data.DataError, match=r"cannot read .*loop\.txt"):
-        data.load(str(tmp_path / "loo[p].txt"))
-
-
-@given(st.text())
-def test_encode_and_decode_are_inverse(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # lone surrogates are not text that a file can hold
-        return
-    assert data.decode(data.encode(text)) == text
-
-
-def test_ids_that_are_no_bytes_show_as_lost() -> None:
-    """A model with a larger vocabulary than 256 may sample them."""
-    assert data.decode([97, 256, 98, 255]) == "a�b�"
 
 
 # ---- prefetch -----------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stores import numbered
 
-from jaxpar import data
+from jaxpar.data.heldout import HeldOutBatches
+from jaxpar.data.packing import Stream
 from jaxpar.train import loop
 from jaxpar.train.evaluation import evaluate
 from jaxpar.train.interrupt import Interrupted
@@ -132,6 +134,10 @@ def test_the_loop_costs_well_under_a_millisecond_a_step() -> None:
     assert np.median(np.diff(ends)) < 5e-4
 
 
+def heldout_of(tokens: int) -> HeldOutBatches:
+    return HeldOutBatches([Stream(numbered([tokens]), 4, tail=True)], rows=2, vocab=64)
+
+
 class Halves:
     """An evaluation whose loss is the sum of valid targets, so that its mean is known."""
 
@@ -146,7 +152,7 @@ class Halves:
 @pytest.mark.parametrize("tokens", [2, 9, 10, 33, 64])
 def test_evaluation_is_the_mean_over_targets_and_not_over_batches(tokens) -> None:
     """Case L3: the last batch is padded, and weighs what it holds."""
-    heldout = data.HeldOut(tokens=np.arange(tokens), seq=4, rows=2, vocab=64)
+    heldout = heldout_of(tokens)
     got = evaluate(Halves(), None, heldout)
     assert got["loss"] == pytest.approx(np.arange(1, tokens).mean())
     assert got["accuracy"] == 0.5
@@ -170,7 +176,7 @@ def test_a_request_to_stop_ends_after_the_step_under_way() -> None:
 
 
 def test_an_evaluation_can_be_given_up() -> None:
-    heldout = data.HeldOut(tokens=np.arange(33), seq=4, rows=2, vocab=64)
+    heldout = heldout_of(33)
     calls = iter([None, None, Interrupted("SIGTERM")])
 
     def check() -> None:

@@ -10,37 +10,11 @@ import pathlib
 import sysconfig
 
 from jaxpar.data.errors import DataError
-from jaxpar.data.files import Corpus, File, describe, read_text, split
+from jaxpar.data.files import File, describe
 
 # Installed packages are not the standard library; its tests are over half of its bytes, and some
 # of them are not text on purpose.
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-
-
-def read_stdlib(root: str | pathlib.Path | None = None) -> Corpus:
-    """The corpus of every ``.py`` of the standard library outside its tests.
-
-    About one file in 30 is held out.
-
-    Args:
-        root: folder to read instead of this Python's.
-
-    Raises:
-        DataError: this Python came without the source of its library.
-    """
-    folder = pathlib.Path(root or sysconfig.get_path("stdlib"))
-    texts: dict[str, bytes] = {}
-    for path in sorted(folder.rglob("*.py")):
-        name = path.relative_to(folder)
-        if _LEFT_OUT & set(name.parts) or not path.stat().st_size:
-            continue
-        texts[name.as_posix()] = read_text(str(path))
-    if not texts:
-        raise DataError(
-            f"no .py file under {folder}, where this Python keeps its library; "
-            "give text files instead"
-        )
-    return split(texts, one_in=30)
 
 
 def stdlib_files(root: str | pathlib.Path | None = None) -> list[File]:

@@ -64,8 +64,11 @@ def run(config: configs.RunConfig, interrupts: Interrupts) -> int:
             print(loop.train(job, held, Reporter(config.steps), interrupts))
     except (DataError, run_folder.RunFolderError) as error:
         return refuse(error)
-    except (CheckpointError, DivergedError, OSError) as error:
+    except (CheckpointError, DivergedError) as error:
         return refuse(error, FAILURE)
+    except OSError as error:  # a disk that is full says so of any file
+        where = error.filename or folder.path
+        return refuse(OSError(f"{where}: {error.strerror or error}"), FAILURE)
     return 0
 
 
