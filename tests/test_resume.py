@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pathlib
+import time
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from jaxpar import checkpoint
 from jaxpar import config as configs
 from jaxpar.train import loop, metrics, run_folder
 from jaxpar.train.guard import DivergedError
-from jaxpar.train.interrupt import Interrupts
+from jaxpar.train.interrupt import Interrupted, Interrupts
 from jaxpar.train.job import build, prepare
 from jaxpar.train.report import Reporter
 
@@ -129,6 +130,37 @@ def test_a_finished_run_says_so_and_changes_nothing(straight) -> None:
     result, _ = start(reference, *flags)
     assert (result.steps, result.eval_loss is not None) == (10, True)
     assert before == {p: p.stat().st_mtime_ns for p in (reference / "checkpoints").iterdir()}
+
+
+def test_a_stop_while_its_own_checkpoint_is_being_written_saves_once(
+    tmp_path, corpus, monkeypatch
+) -> None:
+    """The checkpoint of this step is under way, and not there yet, when the run is told to stop."""
+    config = configs.load(
+        [*FLAGS, "--run-dir", str(tmp_path / "run"), *corpus, "--checkpoint-every", "3"]
+    )
+    job = prepare(config, lambda line: None)
+    save = checkpoint.Checkpoints.save
+
+    def slow(self, step, *args, **more):
+        finish = self._finish
+
+        def late(*args) -> None:
+            time.sleep(1)
+            finish(*args)
+
+        self._finish = late
+        save(self, step, *args, **more)
+        interrupts.requested = "SIGTERM"
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", slow)
+    with (
+        pytest.raises(Interrupted, match="stopped after 3 of 10"),
+        Interrupts() as interrupts,
+        run_folder.claim(run_folder.choose(config), config) as held,
+    ):
+        loop.train(job, held, Reporter(config.steps, out=io.StringIO()), interrupts)
+    assert checkpoint.Checkpoints(tmp_path / "run" / "checkpoints").steps() == [3]
 
 
 def test_changed_data_are_refused(tmp_path, corpus) -> None:

@@ -281,6 +281,8 @@ class Run:
 
     def _leave(self, state: TrainState, position: Position) -> None:
         """Save if that is not done, and end the run."""
+        with self.interrupts.during("saving"):
+            self.store.wait()  # what is under way may be this very step
         if position.step not in self.store.steps():
             self._save(state, position)
         with self.interrupts.during("saving"):
