@@ -23,13 +23,17 @@ class MeshError(ValueError):
     """A mesh that cannot be: says what was asked, what is wrong and what would work."""
 
 
-def parse_mesh(text: str, devices: int | None) -> dict[str, int]:
+def parse_mesh(
+    text: str, devices: int | None, *, keep_open: bool = False, topology: str | None = None
+) -> dict[str, int]:
     """Sizes of every axis of `AXES`; axes that `text` leaves out have size 1.
 
     Args:
         text: ``4x2`` is data x model, ``4x2x2`` data x model x stage, ``8`` data; or ``data=4,model=2`` in any order. One
             size may be -1.
         devices: how many there are; None skips the check (and forbids -1).
+        keep_open: without a number of devices, leave -1 in the sizes instead of refusing it.
+        topology: chips that are not here and that `devices` counts, for the messages.
 
     Raises:
         MeshError: with the meshes that fit.
@@ -37,6 +41,8 @@ def parse_mesh(text: str, devices: int | None) -> dict[str, int]:
     >>> sizes = parse_mesh("4x2", 8)
     >>> sizes["data"], sizes["model"], sizes["stage"]
     (4, 2, 1)
+    >>> parse_mesh("-1x2", None, keep_open=True)["data"]
+    -1
     """
     if devices is not None and devices < 1:
         raise MeshError(f"mesh {text} on {devices} devices: a mesh needs at least one")
@@ -48,19 +54,21 @@ def parse_mesh(text: str, devices: int | None) -> dict[str, int]:
     known = math.prod(size for size in sizes.values() if size != -1)
     if wild:
         if devices is None:
+            if keep_open:
+                return sizes
             raise MeshError(
                 f"mesh {text} leaves {wild[0]} open, and the number of devices is not known; write it out"
             )
         if devices % known:
             raise MeshError(
-                f"mesh {text}: {known} does not divide the {devices} devices that are visible; {_fitting(devices)} fit"
+                f"mesh {text}: {known} does not divide the {_counted(devices, topology)}; {_fitting(devices)}"
             )
         sizes[wild[0]] = devices // known
     elif devices is not None and known != devices:
-        verb = "is" if devices == 1 else "are"
-        raise MeshError(
-            f"mesh {text} needs {known} devices and {devices} {verb} visible; {_fitting(devices)} fit"
-        )
+        there = f"{devices} {'is' if devices == 1 else 'are'} visible"
+        if topology is not None:
+            there = f"topology {topology} has {devices}"
+        raise MeshError(f"mesh {text} needs {known} devices and {there}; {_fitting(devices)}")
     return sizes
 
 
@@ -106,9 +114,16 @@ def _size(text: str, name: str, mesh: str) -> int:
     return size
 
 
+def _counted(devices: int, topology: str | None) -> str:
+    noun, verb = ("device", "is") if devices == 1 else ("devices", "are")
+    where = f"that {verb} visible" if topology is None else f"of topology {topology}"
+    return f"{devices} {noun} {where}"
+
+
 def _fitting(devices: int) -> str:
-    """The data x model meshes of `devices`, the squarest few, data side first."""
-    pairs = [(devices // m, m) for m in range(1, devices + 1) if devices % m == 0]
-    pairs.sort(key=lambda p: (abs(math.log(p[0] / (2 * p[1]))), p[1]))
-    names = [f"{d}x{m}" for d, m in pairs[:4]]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    """That the data x model meshes of `devices` fit: the squarest few, data side first."""
+    small = [m for m in range(1, math.isqrt(devices) + 1) if devices % m == 0]
+    pairs = {p for m in small for p in ((m, devices // m), (devices // m, m))}
+    best = sorted(pairs, key=lambda p: (abs(math.log(p[0] / (2 * p[1]))), p[1]))
+    names = [f"{d}x{m}" for d, m in best[:4]]
+    return f"{names[0]} fits" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} fit"

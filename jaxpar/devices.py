@@ -22,9 +22,10 @@ def simulate(mesh: str, devices: int | None) -> None:
     Raises:
         MeshError: a bad mesh, or one that does not fit `devices`.
     """
-    if devices is None and "-1" in mesh:
+    sizes = parse_mesh(mesh, devices, keep_open=True)
+    if -1 in sizes.values():
         return
-    count = math.prod(parse_mesh(mesh, devices).values())
+    count = math.prod(sizes.values())
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_FLAG)]
     os.environ["XLA_FLAGS"] = " ".join([*flags, f"{_FLAG}={count}"])
 

@@ -135,6 +135,42 @@ def test_no_devices_are_refused(text) -> None:
         parse_mesh(text, 0)
 
 
+@given(sizes=sizes_of_axes, free=st.sampled_from(AXES))
+def test_an_open_size_may_be_kept_until_the_devices_are_known(sizes, free) -> None:
+    text = named({**sizes, free: -1})
+    kept = parse_mesh(text, None, keep_open=True)
+    assert kept == dict.fromkeys(AXES, 1) | sizes | {free: -1}
+    devices = math.prod(size for size in kept.values() if size != -1) * 3
+    assert parse_mesh(text, devices, keep_open=True) == kept | {free: 3}
+
+
+@pytest.mark.parametrize("text", ["-1x-1", "2-1", "-1,2", "4x-2"])
+def test_keeping_a_size_open_refuses_what_is_refused_without_in_the_same_words(text) -> None:
+    with pytest.raises(MeshError) as open_size:
+        parse_mesh(text, None, keep_open=True)
+    with pytest.raises(MeshError) as known:
+        parse_mesh(text, 8)
+    assert str(open_size.value) == str(known.value)
+    assert text in str(open_size.value)
+
+
+def test_a_topology_is_named_as_where_the_devices_are() -> None:
+    with pytest.raises(MeshError, match="needs 8 devices and topology v5p:4x4x4 has 64; 16x4"):
+        parse_mesh("4x2", 64, topology="v5p:4x4x4")
+    with pytest.raises(MeshError, match="3 does not divide the 64 devices of topology v5p:4x4x4;"):
+        parse_mesh("-1x3", 64, topology="v5p:4x4x4")
+
+
+def test_one_device_is_one() -> None:
+    with pytest.raises(MeshError, match="2 does not divide the 1 device that is visible; 1x1 fits"):
+        parse_mesh("-1x2", 1)
+
+
+def test_a_number_of_devices_that_nobody_has_is_refused_at_once() -> None:
+    with pytest.raises(MeshError, match="and 2147483646 are visible; "):
+        parse_mesh("4x2", 2**31 - 2)
+
+
 def test_nothing_is_inferred_without_a_device_count() -> None:
     with pytest.raises(MeshError, match="leaves data open, and the number of devices is not known"):
         parse_mesh("-1x2", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 from jaxpar import policies
 from jaxpar.axes import parse_mesh
@@ -21,8 +20,8 @@ def validate(config: RunConfig) -> None:
         raise ConfigError(error)
     count = _device_count(config)
     # With an open axis and the devices not known yet, what the other axes ask for is checked; the mesh checks the rest.
-    known = config.mesh if count is not None else re.sub(r"-1\b", "1", config.mesh)
-    sizes = parse_mesh(known, count)
+    asked = parse_mesh(config.mesh, count, keep_open=True, topology=config.topology)
+    sizes = {axis: 1 if size == -1 else size for axis, size in asked.items()}
     for error in (*_bad_mesh(config, sizes), *_bad_options(config)):
         raise ConfigError(error)
 
@@ -158,8 +157,15 @@ def _bad_mesh(config: RunConfig, sizes: dict[str, int]) -> list[str]:
 def _bad_options(config: RunConfig) -> list[str]:
     errors = []
     model, data = config.model, config.data
-    if config.overwrite and config.init_from and config.run_dir and config.init_from.startswith(config.run_dir):
-        errors.append("init_from lies in the run folder that --overwrite would replace; choose another --run-dir")
+    if (
+        config.overwrite
+        and config.init_from
+        and config.run_dir
+        and config.init_from.startswith(config.run_dir)
+    ):
+        errors.append(
+            "init_from lies in the run folder that --overwrite would replace; choose another --run-dir"
+        )
     if model.heads % model.kv_heads:
         fits = [k for k in range(1, model.heads + 1) if model.heads % k == 0]
         errors.append(

@@ -1,0 +1,72 @@
+"""How many devices a run sees: what is simulated, and what an open size of a mesh takes."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxpar.axes import MeshError
+from jaxpar.devices import simulate
+
+pytestmark = pytest.mark.core
+
+ROOT = pathlib.Path(__file__).parent.parent
+FLAG = "--xla_force_host_platform_device_count"
+
+
+def layout(
+    *args: str, environ: dict[str, str], platforms: str = "cpu"
+) -> subprocess.CompletedProcess[str]:
+    """The command line that shows a layout, in a process of its own."""
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.run(
+        [sys.executable, "-m", "jaxpar.train", "--show", "layout", *args],
+        cwd=ROOT,
+        env={**env, "JAX_PLATFORMS": platforms, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "count"),
+    [("4x2", None, 8), ("-1x2", 8, 8), ("4x-1", 12, 12), ("data=-1,model=2", 6, 6)],
+)
+def test_as_many_devices_are_simulated_as_the_mesh_needs(monkeypatch, mesh, devices, count) -> None:
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x {FLAG}=3")
+    simulate(mesh, devices)
+    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=x {FLAG}={count}"
+
+
+@pytest.mark.parametrize("mesh", ["-1", "-1x2", "model=2,data=-1"])
+def test_an_open_mesh_takes_what_is_visible(monkeypatch, mesh) -> None:
+    monkeypatch.setenv("XLA_FLAGS", f"{FLAG}=4")
+    simulate(mesh, None)
+    assert os.environ["XLA_FLAGS"] == f"{FLAG}=4"
+
+
+@pytest.mark.parametrize("mesh", ["2-1", "-1x-1", "-1,2"])
+def test_a_mesh_that_is_none_simulates_nothing(monkeypatch, mesh) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.raises(MeshError, match=f"mesh '?{mesh}"):
+        simulate(mesh, None)
+    assert os.environ["XLA_FLAGS"] == ""
+
+
+def test_a_run_with_an_open_mesh_lies_on_every_visible_device() -> None:
+    """M3."""
+    done = layout("--mesh", "-1x2", environ={"XLA_FLAGS": f"{FLAG}=8"})
+    assert done.returncode == 0, done.stderr
+    assert "mesh data=4 x model=2 on 8 x cpu" in done.stdout
+
+
+def test_a_run_with_an_open_mesh_simulates_the_devices_asked_for() -> None:
+    done = layout("--mesh", "-1x2", "--devices", "6", "--batch", "6", environ={})
+    assert done.returncode == 0, done.stderr
+    assert "mesh data=3 x model=2 on 6 x cpu" in done.stdout
