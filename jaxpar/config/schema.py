@@ -87,7 +87,7 @@ class DataConfig:
     """What is trained on."""
 
     source: str | dict[str, float] = "stdlib"
-    """stdlib (the text of this Python's standard library), a file, folder or glob, or {SOURCE: WEIGHT, ...} to mix several."""
+    """stdlib (text of this Python's standard library), a file, folder or glob, or {SOURCE: WEIGHT, ...} to mix several."""
     heldout: str | None = None
     """Source to evaluate on; by default about one file in twenty of `source`, or the end of its only one."""
     text_key: str = "text"
@@ -95,7 +95,7 @@ class DataConfig:
     tokenizer: str = "bytes"
     """bytes, a Hugging Face tokenizer.json, or a SentencePiece .model file."""
     packing: Literal["stream", "concatenate", "best_fit"] = "stream"
-    """stream: windows over all text, documents see each other. concatenate, best_fit: rows of documents that are kept apart."""
+    """stream: windows over all text, documents see each other. concatenate, best_fit: rows of documents, kept apart."""
     cache: str | None = None
     """Folder of token caches; by default ~/.cache/jaxpar."""
     workers: int | None = None
@@ -171,7 +171,7 @@ class RunConfig:
     reset_optimizer: bool = False
     """Start the optimizer state anew when a checkpoint is read."""
     max_bad_steps: int = 10
-    """Skipped steps in a row after which a run goes back to its last good checkpoint and leaves out their data; 0: never."""
+    """Steps skipped in a row after which a run goes back to its last good checkpoint and leaves their data out; 0 never."""
     max_rollbacks: int = 3
     """Times that a run may go back before it ends with an error."""
     sample_tokens: int = 200

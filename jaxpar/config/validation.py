@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 
 from jaxpar import policies
 from jaxpar.axes import parse_mesh
 from jaxpar.config.schema import ConfigError, RunConfig
+
+_INT32_MAX = 2**31 - 1
+_FLOAT32_TINY = 2.0**-126
+"""Smallest float32 that no device rounds to 0."""
 
 
 def validate(config: RunConfig) -> None:
@@ -59,7 +64,7 @@ def _bad_numbers(config: RunConfig) -> list[str]:
         "keep_checkpoints": config.keep_checkpoints, "keep_best": config.keep_best, "keep_every": config.keep_every,
         "max_bad_steps": config.max_bad_steps, "max_rollbacks": config.max_rollbacks,
         "sample_tokens": config.sample_tokens, "warmup_steps": optimizer.warmup_steps, "seed": config.seed,
-        "weight_decay": optimizer.weight_decay, "learning_rate": optimizer.learning_rate, "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay, "learning_rate": optimizer.learning_rate,
     }  # fmt: skip
     errors += [
         f"{name} is {value}; at least 0" for name, value in least_zero.items() if not value >= 0
@@ -69,11 +74,25 @@ def _bad_numbers(config: RunConfig) -> list[str]:
         for name, value in least_zero.items()
         if value == math.inf
     ]
-    for name, value in (("rope_theta", model.rope_theta), ("norm_eps", model.norm_eps)):
-        if not 0 < value < math.inf:
-            errors.append(f"{name} is {value}; a finite number above 0")
+    if not 0 < model.rope_theta < math.inf:
+        errors.append(f"rope_theta is {model.rope_theta}; a finite number above 0")
+    # A row of zeros, or a token that no batch held, is divided by this alone: 0/0 where it is 0 or float32 rounds it to 0.
+    least = sys.float_info.min if config.precision == "float64" else _FLOAT32_TINY
+    for name, value, usual in (
+        ("norm_eps", model.norm_eps, "1e-5"),
+        ("eps", optimizer.eps, "1e-8"),
+    ):
+        if not least <= value < math.inf:
+            errors.append(
+                f"{name} is {value}; a finite number above 0 that {config.precision} can hold, such as {usual}"
+            )
     if config.seed >= 2**32:  # JAX keeps the lower 32 bits: two seeds would be one
         errors.append(f"seed is {config.seed}; at most {2**32 - 1}")
+    errors += [
+        f"{name} is {value}; at most {_INT32_MAX}, as it is counted in 32 bits"
+        for name, value in (least_one | least_zero).items()
+        if isinstance(value, int) and value > _INT32_MAX and name != "seed"
+    ]
     shares = {
         "dropout": model.dropout, "beta1": optimizer.beta1, "beta2": optimizer.beta2, "momentum": optimizer.momentum,
     }  # fmt: skip
@@ -88,9 +107,9 @@ def _bad_numbers(config: RunConfig) -> list[str]:
     ):
         if not 0 <= value <= 1:
             errors.append(f"{name} is {value}; from 0 to 1")
-    if config.clip_norm is not None and not config.clip_norm > 0:
+    if config.clip_norm is not None and not 0 < config.clip_norm < math.inf:
         errors.append(
-            f"clip_norm is {config.clip_norm}; above 0, or none to leave gradients as they are"
+            f"clip_norm is {config.clip_norm}; above 0 and finite, or none to leave gradients as they are"
         )
     if isinstance(data.source, dict):
         errors += [
