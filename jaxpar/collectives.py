@@ -61,7 +61,17 @@ def constrain(x: Any, *dims: str | tuple[str, ...] | None) -> Any:
 def global_sum(x: Any) -> Any:
     """Sum over every shard of one microbatch, for a loss that couples rows (router balance, contrastive losses)."""
     axes = manual_axes(*BATCH_AXES)
-    return lax.psum(x, axes) if axes else x
+    return jax.tree.map(lambda a: _wide_sum(a, axes), x) if axes else x
+
+
+def _wide_sum(x: Any, axes: tuple[str, ...]) -> jax.Array:
+    """`lax.psum`, in float32 for narrower floats, and so in the backward pass: XLA on CPU aborts on a bfloat16 sum
+    over a manual axis while another is automatic, and a sum of many rows wants the bits."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
+        return lax.psum(x, axes)
+    wide = lax.psum(varying(x, axes).astype(jnp.float32), axes)
+    return varying(wide, axes).astype(x.dtype)
 
 
 def varies(x: Any) -> frozenset[str]:
@@ -105,13 +115,21 @@ def around_model(function: Any, specs: tuple[PartitionSpec, ...], out: Partition
     """Run `function` with the automatic axes in `specs` made manual.
 
     A collective over a manual axis of a leaf that the partitioner shards over `model` would first be gathered over
-    `model`; inside this nested region the leaf is its own shard and nothing is gathered.
+    `model`; inside this nested region the leaf is its own shard and nothing is gathered. A leaf that no spec splits is
+    copied along `model`: the region is then over every automatic axis, since XLA on CPU aborts (JAX 0.10) on a
+    bfloat16 sum over a manual axis while another is automatic.
     """
+    mesh = _context()
+    automatic = {
+        n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Auto
+    }
     names: set[str] = set()
     for spec in specs:
         for entry in spec:
             names |= set(entry if isinstance(entry, tuple) else (entry,)) - {None}
-    names -= set(_context().manual_axes)
+    names -= set(mesh.manual_axes)
+    if not names and mesh.manual_axes:
+        names = automatic
     if not names:
         return function
     return jax.shard_map(function, in_specs=specs, out_specs=out, axis_names=names)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxpar.axes import AXES
+from jaxpar.axes import AXES, BATCH_AXES
 
 Kind = Literal["parameter", "gradient", "master", "moment", "other"]
 ROLES = ("matrix", "embedding", "norm", "bias")
@@ -118,7 +118,8 @@ class Rules:
     Args:
         entries: (pattern, dims) or (pattern, dims, role); paths are joined by "/".
         axes: dimension name -> mesh axis, tuple of axes (slowest first) or None. Every dimension
-            is named here.
+            is named here. Axes that split the rows of a batch (`replica`, `data`) split no
+            parameter: ZeRO does that.
         pad: dimensions stored with zeros at the end where they do not divide.
         replicate: dimensions kept whole where they do not divide.
 
@@ -255,6 +256,13 @@ class Rules:
         """The row of one array, and what is wrong with it."""
         stored, spec, reasons, errors = list(x.shape), [], [], []
         for i, (dim, n) in enumerate(zip(rule.dims, x.shape, strict=True)):
+            rows = [a for a in self.axes[dim] if a in BATCH_AXES]
+            if rows:
+                errors.append(
+                    f"{path} {tuple(x.shape)}: dimension {i} {dim!r} (rule {rule.pattern!r}) lies on "
+                    f"{rows[0]!r}, which splits the rows of a batch: each shard's loss would see a part "
+                    f"of the array. Map {dim!r} to 'model' or None; zero=3 splits it over data"
+                )
             axes = tuple(a for a in self.axes[dim] if sizes[a] > 1)
             count = math.prod(sizes[a] for a in axes)
             on = " x ".join(f"{a}={sizes[a]}" for a in axes)

@@ -40,6 +40,8 @@ def shard(leaf: Leaf, sizes: Mapping[str, int], *, combine: bool = True) -> Leaf
     axes = tuple(a for a in SHARDED_OVER if a in leaf.copies(sizes))
     if not axes:
         return leaf
+    if 0 in leaf.stored:  # 0 divides by everything, and there is nothing to split
+        return dataclasses.replace(leaf, reason=_also(leaf, "kept whole: it has no elements"))
     count = math.prod(sizes[a] for a in axes)
     local = leaf.local(sizes)
     choices = []
