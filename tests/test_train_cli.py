@@ -218,7 +218,6 @@ def test_a_token_outside_the_vocabulary_is_refused_by_name_before_anything_is_co
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_among_the_steps_saves_and_the_same_command_goes_on(
     tmp_path, text, number
 ) -> None:
@@ -235,10 +234,10 @@ def test_a_signal_among_the_steps_saves_and_the_same_command_goes_on(
     rows = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not (rows.exists() and rows.read_text().count("\n") > 3):
         time.sleep(0.01)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
-    assert f"{number.name} while" in err
+    assert "SIGTERM while" in err
     taken = [r["step"] for r in metrics.read(rows) if "loss" in r]
     assert checkpoint.Checkpoints(tmp_path / "run" / "checkpoints").steps()[-1] == len(taken) < 40
     done = command(*flags)

@@ -20,12 +20,14 @@ def evaluate(
     limit: int | None = None,
     *,
     check: Callable[[], None] = lambda: None,
+    read: Callable[[int], Any] | None = None,
 ) -> dict[str, float]:
     """Mean over held-out targets of the loss and of every metric: one sum over one weight; and ``targets``, their number.
 
     Args:
         heldout: ``len()`` batches, ``batch(i)``.
         limit: batches to take, evenly spread over all; all by default.
+        read: batch i on the devices; ``heldout.batch(i)``, by default (`feeding.reader` where there are processes).
         check: called before every batch; what it raises ends the evaluation.
     """
     count = min(limit or len(heldout), len(heldout))
@@ -37,7 +39,8 @@ def evaluate(
         for name, pair in jax.device_get(sums or {}).items():
             totals[name] = totals.get(name, 0) + np.asarray(pair, np.float64)
 
-    for batch in data.prefetch(lambda i: par.put(heldout.batch(i)), chosen):
+    read = read or (lambda i: par.put(heldout.batch(i)))
+    for batch in data.prefetch(read, chosen):
         check()
         sums = par.evaluate(state, batch)
         add(pending)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar import checkpoint, data, optim
+from jaxpar import checkpoint, data, feeding, optim
 from jaxpar import config as configs
 from jaxpar.state import TrainState, advanced
 from jaxpar.train import metrics, sampling
@@ -259,7 +259,9 @@ class Run:
     def _evaluate(self, done: int, state: TrainState, *, whole: bool) -> None:
         limit = None if whole else self.config.eval_batches
         heldout = self.job.dataset.heldout
-        loss = evaluate(self.par, state, heldout, limit, check=self.interrupts.check)["loss"]
+        read = feeding.reader(self.par.mesh, heldout, self.config.data.batch)
+        check = self.interrupts.check
+        loss = evaluate(self.par, state, heldout, limit, check=check, read=read)["loss"]
         self.evaluated[done] = loss
         self.writer.write({"step": done, "eval_loss": loss})
         on = "every held-out token" if whole else "a part of the held-out tokens"
@@ -294,11 +296,14 @@ class Run:
         )
 
     def _batches(self, first: int, end: int) -> Iterator[tuple[int, Any, dict[str, Any]]]:
+        count = self.config.data.batch
+        rows = feeding.own_rows(self.par.mesh, count)
+
         def make(step: int) -> tuple[int, Any, dict[str, Any]]:
-            batch = self.job.dataset.train.batch(step)
+            batch = self.job.dataset.train.batch(step, rows)
             # What was trained on can be compared between runs without keeping it.
             crc = zlib.crc32(np.ascontiguousarray(batch["tokens"]))
-            return step, self.par.put(batch), {"data_crc": crc}
+            return step, feeding.put_rows(self.par.mesh, batch, count), {"data_crc": crc}
 
         return data.prefetch(make, range(first, end))
 
