@@ -14,8 +14,9 @@ before JAX is imported.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxpar.lazy import attributes
 
 if TYPE_CHECKING:
     from jaxpar.collectives import constrain as constrain
@@ -45,11 +46,4 @@ _HOME = {
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(
-            f"module 'jaxpar' has no attribute {name!r}; it has {', '.join(_HOME)}"
-        )
-    value = getattr(importlib.import_module(f"jaxpar.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = attributes(__name__, _HOME)

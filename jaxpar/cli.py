@@ -1,8 +1,9 @@
-"""What the small commands share: a parser whose every error is one line and exit code 2, naming the nearest flag."""
+"""What the small commands share: a parser whose every error is one line and exit code 2, and the way to a run folder."""
 
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -37,6 +38,28 @@ class Parser(argparse.ArgumentParser):
             return self.parse_args(argv)
         except ConfigError as error:
             refuse(error)
+
+
+def find_run(run: str) -> pathlib.Path:
+    """The run folder of a run folder, of its ``checkpoints`` or of one checkpoint in it.
+
+    Raises:
+        ConfigError: none there.
+    """
+    path = pathlib.Path(run).absolute()
+    if not path.exists():
+        folder = path.parent
+        beside = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
+        raise ConfigError(f"no run at {run}{nearest(path.name, beside)}")
+    home = next((p for p in (path, *path.parents[:2]) if (p / "config.yaml").is_file()), None)
+    if home is None:
+        raise ConfigError(
+            f"no run at {run}: neither it nor the two folders above hold a config.yaml; give the folder of a run, "
+            "such as runs/NAME, or a checkpoint in it"
+        )
+    if home == path and not (path / "checkpoints").is_dir():
+        raise ConfigError(f"no complete checkpoint in {run}: the run has saved none yet")
+    return home
 
 
 def refuse(error: Exception, code: int = USAGE_ERROR) -> NoReturn:

@@ -12,8 +12,9 @@ The names below load on first use: the command line says what is wrong with its 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxpar.lazy import attributes
 
 if TYPE_CHECKING:
     from jaxpar.checkpoint.files import CheckpointError as CheckpointError
@@ -41,11 +42,4 @@ _HOME = {
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(
-            f"module 'jaxpar.checkpoint' has no attribute {name!r}; it has {', '.join(_HOME)}"
-        )
-    value = getattr(importlib.import_module(f"jaxpar.checkpoint.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = attributes(__name__, _HOME)

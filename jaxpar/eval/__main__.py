@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import pathlib
 import sys
 from collections.abc import Sequence
 
 from jaxpar import config as configs
 from jaxpar.checkpoint import Damaged
-from jaxpar.cli import Parser, refuse
+from jaxpar.cli import Parser, find_run, refuse
 from jaxpar.devices import announce, simulate
 
 
@@ -86,13 +85,7 @@ def _config(args: object) -> configs.RunConfig:
         ConfigError: no run there, or a combination that cannot run.
     """
     given = vars(args)
-    path = pathlib.Path(given["run"])
-    home = next((p for p in (path, *path.parents[:2]) if (p / "config.yaml").is_file()), None)
-    if home is None:
-        raise configs.ConfigError(
-            f"no run at {path}: neither it nor the two folders above hold a config.yaml"
-        )
-    config = configs.from_yaml(home / "config.yaml")
+    config = configs.from_yaml(find_run(given["run"]) / "config.yaml")
     data = config.data
     if given["heldout"]:
         data = dataclasses.replace(data, heldout=given["heldout"])

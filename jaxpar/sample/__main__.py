@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar import config as configs
 from jaxpar.axes import BATCH_AXES, parse_mesh
-from jaxpar.cli import Parser, refuse
+from jaxpar.cli import Parser, find_run, refuse
 from jaxpar.config import ConfigError, RunConfig
 from jaxpar.devices import announce, simulate
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse(list(sys.argv[1:] if argv is None else argv))
     try:
         check(args)
-        home = find(args.run)
+        home = find_run(args.run)
         config = on_mesh(configs.from_yaml(home / "config.yaml"), args.mesh, args.devices)
         prompts = read_prompts(args)
         simulate(config.mesh, config.devices)
@@ -121,28 +121,6 @@ def check(args: argparse.Namespace) -> None:
         )
     if not 0 < args.top_p <= 1:
         raise ConfigError(f"--top-p is {args.top_p}; above 0 and up to 1, which keeps all")
-
-
-def find(run: str) -> pathlib.Path:
-    """The run folder of a run folder, of its ``checkpoints`` or of one checkpoint in it.
-
-    Raises:
-        ConfigError: none there.
-    """
-    path = pathlib.Path(run).absolute()
-    if not path.exists():
-        folder = path.parent
-        beside = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
-        raise ConfigError(f"no run at {run}{configs.nearest(path.name, beside)}")
-    home = next((p for p in (path, *path.parents[:2]) if (p / "config.yaml").is_file()), None)
-    if home is None:
-        raise ConfigError(
-            f"no run at {run}: neither it nor the two folders above hold a config.yaml; give the folder of a run, "
-            "such as runs/NAME, or a checkpoint in it"
-        )
-    if home == path and not (path / "checkpoints").is_dir():
-        raise ConfigError(f"no complete checkpoint in {run}: the run has saved none yet")
-    return home
 
 
 def on_mesh(config: RunConfig, mesh: str | None, devices: int | None) -> RunConfig:

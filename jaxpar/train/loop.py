@@ -302,7 +302,7 @@ class Run:
         def make(step: int) -> tuple[int, Any, dict[str, Any]]:
             batch = self.job.dataset.train.batch(step, rows)
             # What was trained on can be compared between runs without keeping it.
-            crc = zlib.crc32(np.ascontiguousarray(batch["tokens"]))
+            crc = zlib.crc32(np.ascontiguousarray(batch["tokens"]).data)
             return step, feeding.put_rows(self.par.mesh, batch, count), {"data_crc": crc}
 
         return data.prefetch(make, range(first, end))
