@@ -5,6 +5,7 @@ nearest; `validate` refuses every combination that cannot run and says what woul
 """
 
 from jaxpar.config.flags import check_environment, load, parse
+from jaxpar.config.hints import nearest
 from jaxpar.config.presets import PRESETS
 from jaxpar.config.schema import (
     SECTIONS,
@@ -15,7 +16,6 @@ from jaxpar.config.schema import (
     RunConfig,
     from_dict,
     from_yaml,
-    nearest,
     to_dict,
     to_yaml,
 )

@@ -14,13 +14,25 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
-from jaxpar.config.schema import SECTIONS, ConfigError, RunConfig, from_yaml, nearest, preset
+from jaxpar.config import yaml12
+from jaxpar.config.hints import choices, nearest
+from jaxpar.config.schema import (
+    ALIASES,
+    SECTIONS,
+    ConfigError,
+    RunConfig,
+    from_yaml,
+    preset,
+    takes_none,
+)
 from jaxpar.config.validation import validate
 
 
@@ -61,12 +73,12 @@ def load(argv: Sequence[str], *, prog: str = "jaxpar", description: str = "") ->
     groups = [("", "run", RunConfig), *((s, s, c) for s, c in SECTIONS.items())]
     for section, title, kind in groups:
         group = parser.add_argument_group(title, (kind.__doc__ or "").strip())
-        docs = _field_docs(kind)
+        docs, hints = _field_docs(kind), typing.get_type_hints(kind)
         for field in dataclasses.fields(kind):
             if field.name in SECTIONS and not section:
                 continue
             homes[field.name] = (section, field)
-            _add_flag(group, field, docs[field.name])
+            _add_flag(group, field, hints[field.name], docs[field.name])
     for arg in argv:
         flag = arg.partition("=")[0]
         if arg.startswith("--") and flag not in parser._option_string_actions:
@@ -74,7 +86,9 @@ def load(argv: Sequence[str], *, prog: str = "jaxpar", description: str = "") ->
             raise ConfigError(f"unknown flag {flag}{nearest(flag, known)}")
     given = vars(parser.parse_args(_joined(argv)))
     path = given.pop("config", None)
-    config = from_yaml(path) if path else RunConfig()
+    if path == "":
+        raise ConfigError("--config names no file; give one, or leave it out for the defaults")
+    config = RunConfig() if path is None else from_yaml(path)
     changes: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         changes.setdefault(homes[name][0], {})[name] = value
@@ -89,7 +103,11 @@ def _joined(argv: Sequence[str]) -> list[str]:
     """``--mesh -1x2`` as ``--mesh=-1x2``: argparse would take a value with a dash for a flag."""
     joined: list[str] = []
     for arg in argv:
-        if re.match(r"-[0-9]", arg) and joined and re.fullmatch(r"--[^=]+", joined[-1]):
+        if (
+            re.match(r"-(\.?[0-9]|inf$|nan$)", arg)
+            and joined
+            and re.fullmatch(r"--[^=]+", joined[-1])
+        ):
             joined[-1] += f"={arg}"
         else:
             joined.append(arg)
@@ -101,8 +119,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34, width=100)
 
 
-def _add_flag(group: Any, field: dataclasses.Field[Any], doc: str) -> None:
-    kind = str(field.type).replace(" | None", "")
+def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any, doc: str) -> None:
     default = field.default
     shown = f"{doc} [{default}]" if default is not None else doc
     options: dict[str, Any] = {
@@ -110,30 +127,70 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], doc: str) -> None:
         "default": argparse.SUPPRESS,
         "help": shown.replace("%", "%%"),
     }
-    if kind == "bool":
+    if hint is bool:
         options["action"] = argparse.BooleanOptionalAction
-    elif kind.startswith("Literal"):
-        values = [v.strip() for v in kind[len("Literal[") : -1].split(",")]
-        numbers = all(v.isdigit() for v in values)
-        options["choices"] = [int(v) if numbers else v.strip("\"'") for v in values]
-        options["type"] = int if numbers else str
-    elif kind.startswith("str | dict"):
-        options["type"], options["metavar"] = _text_or_mapping, "TEXT"
     else:
-        options["type"] = {"int": int, "float": float, "str": str}[kind]
-        options["metavar"] = {"int": "N", "float": "X", "str": "TEXT"}[kind]
-        if "None" in str(field.type) and kind != "str":
-            options["type"] = _or_none(options["type"])
-    short = ["--lr"] if field.name == "learning_rate" else []
+        options["type"], options["metavar"] = _reader(hint)
+    short = [f"--{alias}" for alias, name in ALIASES.items() if name == field.name]
     group.add_argument(f"--{field.name.replace('_', '-')}", *short, **options)
+
+
+def _reader(hint: Any) -> tuple[Callable[[str], Any], str]:
+    """How the text of a flag becomes a value of the type `hint`, and what help calls it."""
+    none = takes_none(hint)
+    kind = next((k for k in typing.get_args(hint) if k is not type(None)), None)
+    if typing.get_origin(hint) is typing.Literal or kind is None:
+        kind = hint
+    if typing.get_origin(kind) is typing.Literal:
+        values = typing.get_args(kind)
+        return _choice(values, none), f"{{{','.join(map(str, values))}}}"
+    if any(typing.get_origin(k) is dict for k in typing.get_args(hint)):
+        return _text_or_mapping, "TEXT"
+    read, name = {int: (_int, "N"), float: (_float, "X"), str: (str, "TEXT")}[kind]
+    return (_or_none(read) if none else read), name
+
+
+# Named as argparse says them: "invalid int value". Python's own would also take 1_0 and digits of other scripts.
+def _int(text: str) -> int:
+    if not re.fullmatch(r"[-+]?[0-9]+", text):
+        raise ValueError(text)
+    return int(text)
+
+
+def _float(text: str) -> float:
+    if "_" in text or not text.isascii():
+        raise ValueError(text)
+    return float(text)
+
+
+_int.__name__, _float.__name__ = "int", "float"
+
+
+def _choice(values: tuple[Any, ...], none: bool) -> Callable[[str], Any]:
+    known = {str(value): value for value in values} | ({"none": None} if none else {})
+
+    def convert(text: str) -> Any:
+        if text not in known:
+            there = choices([*values, "none"] if none else values, text)
+            raise argparse.ArgumentTypeError(f"invalid choice: {text}; choose from {there}")
+        return known[text]
+
+    return convert
 
 
 def _text_or_mapping(text: str) -> Any:
     """A value in braces is a YAML mapping, whose names may hold commas and spaces in quotes."""
-    return yaml.safe_load(text) if text.startswith("{") else text
+    if not text.startswith("{"):
+        return text
+    try:
+        return msgspec.convert(yaml12.read(text, "it"), dict[str, float])
+    except (yaml.YAMLError, msgspec.ValidationError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a mapping of sources to weights, such as {{a.txt: 3, b.txt: 1}}: {error}"
+        ) from error
 
 
-def _or_none(kind: type) -> Any:
+def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         return None if text.lower() == "none" else kind(text)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,8 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from jaxpar.config import yaml12
+from jaxpar.config.hints import explain, nearest
 from jaxpar.config.presets import PRESETS
 
 
@@ -187,17 +189,22 @@ class RunConfig:
 
 
 def from_yaml(path: str | os.PathLike[str]) -> RunConfig:
-    """The config in a YAML file.
+    """The config in a YAML file; top-level keys that start with ``x-`` are left out: they may hold anchors to merge.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or has an unknown key or a wrong type; names file and key.
     """
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+        text = Path(path).read_text(encoding="utf-8")
+        data = yaml12.read(text, str(path))
     except OSError as error:
-        raise ConfigError(f"config {path}: {error.strerror}") from error
+        raise ConfigError(f"config {str(path)!r}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:  # a path with a NUL in it
+        raise ConfigError(f"config {str(path)!r}: {error}") from error
+    if isinstance(data, dict):
+        data = {key: value for key, value in data.items() if not str(key).startswith("x-")}
     return from_dict({} if data is None else data, str(path))
 
 
@@ -212,13 +219,42 @@ def from_dict(data: Any, origin: str = "config") -> RunConfig:
             f"{origin}: a config is a mapping of keys to values, not {type(data).__name__}"
         )
     _known_keys(data, RunConfig, origin, "")
+    data = _without_none(data, RunConfig)
+    data |= {s: _without_none(data[s], kind) for s, kind in SECTIONS.items() if s in data}
     model = data.get("model")
-    if isinstance(model, Mapping):
-        data = {**data, "model": {**preset(model.get("preset", "toy"), origin), **model}}
+    if model is not None:
+        data["model"] = {**preset(model.get("preset", "toy"), origin), **model}
     try:
         return msgspec.convert(data, RunConfig, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {error}") from error
+        raise ConfigError(f"{origin}: {_explained(data, error)}") from error
+
+
+def _without_none(data: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """``none`` as null where a field takes null and no text, as its flag does."""
+    hints = typing.get_type_hints(kind)
+    empty = {
+        key
+        for key, value in data.items()
+        if isinstance(value, str) and value.lower() == "none" and takes_none(hints[key])
+    }
+    return {key: None if key in empty else value for key, value in data.items()}
+
+
+def takes_none(hint: Any) -> bool:
+    """Whether ``none`` stands for null in a field of this type: it may be null, and is never text."""
+    kinds = typing.get_args(hint)
+    return type(None) in kinds and str not in kinds
+
+
+def _explained(data: Mapping[str, Any], error: msgspec.ValidationError) -> str:
+    """The message of a value that does not fit, by the path that msgspec ends its own with."""
+    found = re.search(r"`\$\.([a-z_0-9.]+)", str(error))
+    if found is None:
+        return str(error)
+    section, _, name = found[1].rpartition(".")
+    kind, values = (SECTIONS[section], data[section]) if section else (RunConfig, data)
+    return explain(found[1], values[name], typing.get_type_hints(kind)[name])
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -228,31 +264,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """Every field as YAML; `from_yaml` reads it back."""
-    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False)
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads 3e-4 as a number, as YAML 1.2 does, and refuses a key that stands twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            problem = f"key {twice} stands twice"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the text that `_Loader` would read as a number."""
-
-
-for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-        list("-+0123456789"),
-    )
+    return yaml12.write(to_dict(config))
 
 
 def preset(name: Any, origin: str = "model") -> dict[str, Any]:
@@ -268,15 +280,17 @@ def _known_keys(data: Mapping[str, Any], kind: type, origin: str, prefix: str) -
     fields = {f.name: f for f in dataclasses.fields(kind)}
     for key, value in data.items():
         if key not in fields:
+            name = ALIASES.get(key, key)
             home = next(
-                (s for s, c in SECTIONS.items() if key in {f.name for f in dataclasses.fields(c)}),
+                (s for s, c in SECTIONS.items() if name in {f.name for f in dataclasses.fields(c)}),
                 None,
             )
-            hint = (
-                f"; it belongs under {home!r}"
-                if home and kind is RunConfig
-                else nearest(str(key), fields)
-            )
+            if name in fields:
+                hint = f"; did you mean {name}?"
+            elif home and kind is RunConfig:
+                hint = f"; it belongs under {home!r}{f' as {name}' if name != key else ''}"
+            else:
+                hint = nearest(str(key), fields)
             raise ConfigError(f"{origin}: unknown key {prefix}{key}{hint}")
         if key in SECTIONS and kind is RunConfig:
             if not isinstance(value, Mapping):
@@ -289,8 +303,5 @@ def _known_keys(data: Mapping[str, Any], kind: type, origin: str, prefix: str) -
 SECTIONS: dict[str, type] = {"model": ModelConfig, "optimizer": OptimizerConfig, "data": DataConfig}
 """Fields of a `RunConfig` that are configs of their own."""
 
-
-def nearest(name: str, known: Any) -> str:
-    """``; did you mean X?`` or nothing."""
-    close = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+ALIASES = {"lr": "learning_rate"}
+"""Short names that flags have besides a field's own; a file writes the name out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 
@@ -21,7 +22,7 @@ def validate(config: RunConfig) -> None:
         ConfigError or axes.MeshError: the first thing that is wrong.
     """
     # Numbers first: what follows divides by them.
-    for error in _bad_numbers(config):
+    for error in (*_bad_text(config), *_bad_numbers(config)):
         raise ConfigError(error)
     count = _device_count(config)
     # With an open axis and the devices not known yet, what the other axes ask for is checked; the mesh checks the rest.
@@ -43,6 +44,19 @@ def _device_count(config: RunConfig) -> int | None:
             )
         return None  # chips and devices differ on some generations: the mesh checks the product
     return config.devices
+
+
+def _bad_text(config: RunConfig) -> list[str]:
+    errors = []
+    for part in (config, config.model, config.optimizer, config.data):
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            for text in value if isinstance(value, dict) else [value]:
+                if text == "" and field.name != "mesh":  # a mesh has words of its own
+                    errors.append(f"{field.name} is empty; leave it out for its default")
+                if isinstance(text, str) and "\0" in text:
+                    errors.append(f"{field.name} is {text!r}; no name holds a NUL character")
+    return errors
 
 
 def _bad_numbers(config: RunConfig) -> list[str]:
