@@ -5,12 +5,19 @@ XLA reads its flags once, when JAX is first used: `simulate` comes before, and i
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import re
 
 from jaxpar.axes import MeshError, parse_mesh
+from jaxpar.config.hints import nearest
 
 _FLAG = "--xla_force_host_platform_device_count"
+
+
+class DeviceError(ValueError):
+    """No devices to run on: says what was asked for and what would work."""
 
 
 def simulate(mesh: str, devices: int | None) -> None:
@@ -34,11 +41,15 @@ def announce(devices: int | None) -> str:
     """One line on what the run sees. Starts JAX's backend.
 
     Raises:
+        DeviceError: JAX starts no backend, as where JAX_PLATFORMS names one that is not here.
         MeshError: `devices` was asked for where devices are real.
     """
     import jax
 
-    seen = jax.devices()
+    try:
+        seen = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # a missing CUDA plugin is an assertion of JAX
+        raise DeviceError(_no_backend(error)) from error
     if seen[0].platform != "cpu":
         if devices not in (None, len(seen)):
             raise MeshError(
@@ -49,3 +60,19 @@ def announce(devices: int | None) -> str:
     if len(seen) == 1:
         return "one CPU device"
     return f"no accelerator here: simulating {len(seen)} devices on this CPU"
+
+
+def _no_backend(error: Exception) -> str:
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    reason = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".") or "nothing starts it here"
+    if not asked:
+        return f"no device: {reason}; JAX_PLATFORMS=cpu simulates some"
+    known = re.findall(r"'(\w+)'", reason.partition("known backends")[2])
+    hint = nearest(asked.lower(), known)
+    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+    if asked.lower() in ("cuda", "gpu") and not any(map(importlib.util.find_spec, plugins)):
+        hint = "; pip install 'jaxpar[cuda]' adds it"
+    return (
+        f"JAX_PLATFORMS={asked}: {reason}{hint}; JAX_PLATFORMS=cpu simulates devices, and without the "
+        f"variable JAX takes what is here"
+    )

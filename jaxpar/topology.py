@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 import os
+import re
 from typing import Any
 
 from jaxpar.axes import MeshError
@@ -23,6 +25,12 @@ _WRAP = {
     "v5e": lambda n: n == 16,
     "v6e": lambda n: n == 16,
 }
+
+_FLAT = ("v5e", "v6e")
+"""Generations with two dimensions."""
+
+_SPLIT = ("v4", "tpu7x")
+"""Generations with two cores a chip, each of which may be a device."""
 
 # What XLA's GPU compiler asks of a device that is not there (message GpuTargetConfigProto).
 _H100 = """gpu_device_info {
@@ -42,21 +50,39 @@ _GPU = {"h100": _H100}
 def parse_topology(text: str) -> tuple[str, tuple[int, ...], int]:
     """``v5p:4x4x4`` -> ("v5p", (4, 4, 4), 1), ``2*v5p:4x4x4`` two slices; raises `MeshError` with what would work."""
     count, star, rest = text.partition("*")
-    slices = int(count) if star and count.isdigit() else 1
     name, _, dims = (rest if star else text).partition(":")
     known = [*_WRAP, *_GPU]
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise MeshError(f"topology {text!r}: {name!r} is not one of {', '.join(known)}{hint}")
-    try:
-        shape = tuple(int(d) for d in dims.split("x"))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        example = "h100:1x8x8" if name in _GPU else f"{name}:4x4x4"
-        raise MeshError(f"topology {text!r} has no sizes; write it as {example}")
-    return name, shape, max(1, slices)
+    example = "h100:1x8x8" if name in _GPU else f"{name}:4x4" if name in _FLAT else f"{name}:4x4x4"
+    sizes = dims.split("x")
+    if not all(re.fullmatch(r"[1-9][0-9]*", size) for size in sizes):
+        which = "" if not dims else " that are whole numbers from 1"
+        raise MeshError(f"topology {text!r} has no sizes{which}; write it as {example}")
+    if star and not re.fullmatch(r"[1-9][0-9]*", count):
+        raise MeshError(
+            f"topology {text!r}: {count!r} is no number of slices; write it as 2*{example}"
+        )
+    if star and name in _GPU:
+        raise MeshError(
+            f"topology {text!r}: the first size of {name} counts slices; write it as {name}:{count}x8x8"
+        )
+    return name, tuple(map(int, sizes)), int(count) if star else 1
+
+
+def device_count(text: str) -> int | None:
+    """Devices of a topology; None where a chip may be one device or two, which the compiler decides.
+
+    Raises:
+        MeshError: no topology.
+
+    >>> device_count("2*v5p:4x4x4"), device_count("tpu7x:4x4x4")
+    (128, None)
+    """
+    name, shape, slices = parse_topology(text)
+    return None if name in _SPLIT else slices * math.prod(shape)
 
 
 def abstract_devices(text: str) -> list[Any]:

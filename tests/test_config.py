@@ -82,6 +82,33 @@ def test_help_has_a_flag_and_a_sentence_for_every_field(capsys) -> None:
         (("--steps", "2147483647"), lambda c: c.steps == 2**31 - 1),
         (("--precision", "float64", "--eps", "1e-300"), lambda c: c.optimizer.eps == 1e-300),
         (("--eps", "1e-37"), lambda c: c.optimizer.eps == 1e-37),
+        (
+            ("--topology", "v5p:4x4x4", "--mesh=-1x2", "--show", "layout"),
+            lambda c: c.mesh == "-1x2",
+        ),
+        (
+            (
+                "--topology",
+                "tpu7x:4x4x4",
+                "--mesh",
+                "32x4",
+                "--batch",
+                "32",
+                "--kv-heads",
+                "4",
+                "--show",
+                "layout",
+            ),
+            lambda c: c.mesh == "32x4",
+        ),
+        (
+            ("--optimizer", "adafactor", "--vocab", "260", "--mesh", "2x4"),
+            lambda c: c.model.vocab == 260,
+        ),
+        (
+            ("--optimizer", "adamw", "--vocab", "257", "--mesh", "2x4"),
+            lambda c: c.model.vocab == 257,
+        ),
         (("--lr", "0.5"), lambda c: c.optimizer.learning_rate == 0.5),
         (("--zero", "3"), lambda c: c.zero == 3),
         (("--layers", "7"), lambda c: c.model.layers == 7),
@@ -149,6 +176,17 @@ INVALID: dict[str, str] = {
     "--mesh context=2": "context=2) is not run by this version; use context=1",
     "--schedule 1f1b": "schedule 1f1b needs a stage axis",
     "--topology v5p": "topology 'v5p' has no sizes; write it as v5p:4x4x4",
+    "--topology v5q:4x4x4 --show layout": "'v5q' is not one of v4, v5p, tpu7x, v5e, v6e, h100; did you mean v5p?",
+    "--topology v5p:0x4x4 --show layout": "'v5p:0x4x4' has no sizes that are whole numbers from 1; write it as v5p:4x4x4",
+    "--topology v5e:4x --show layout": "'v5e:4x' has no sizes that are whole numbers from 1; write it as v5e:4x4",
+    "--topology x*v5p:4x4x4 --show layout": "'x' is no number of slices; write it as 2*v5p:4x4x4",
+    "--topology 2*h100:1x8x8 --show layout": "the first size of h100 counts slices; write it as h100:2x8x8",
+    "--topology v5p:4x4x4 --show layout": "mesh 4x2 needs 8 devices and topology v5p:4x4x4 has 64; ",
+    "--topology 2*v5p:4x4x4 --show layout --mesh 32x2": "needs 64 devices and topology 2*v5p:4x4x4 has 128; ",
+    "--topology v5p:4x4x4 --show layout --mesh=-1x3": "3 does not divide the 64 devices of topology v5p:4x4x4; ",
+    "--topology v5p:4x4x4 --show layout --mesh 32x2 --devices 64": "devices 64 are simulated, and topology v5p:4x4x4 has "
+    "its own; leave one out",
+    "--optimizer adafactor --vocab 257 --mesh 2x4": "adafactor's means over rows would count the padding; vocab 260 would",
     "--topology v5p:4x4x4 --mesh 64": "chips that are not here: add --show layout",
     # what does not divide
     "--batch 19": "batch 19 does not divide by data=4; 16 or 20 would",
@@ -311,6 +349,27 @@ def test_an_xla_flag_without_dashes_is_refused(monkeypatch, capsys, flags) -> No
 def test_well_formed_xla_flags_are_left_alone(monkeypatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x --xla_force_host_platform_device_count=8")
     parse()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--xla_bogus_flag=1", "XLA_FLAGS holds --xla_bogus_flag=1, which XLA does not know"),
+        ("--xla_dump_too=x", "did you mean --xla_dump_to?"),
+        ("--xla_dump_to=x --xla_cpu_enable_fast_meth=1", "did you mean --xla_cpu_enable_fast_math?"),
+        ("--xla_dump_to", "it takes a value, --xla_dump_to=VALUE"),
+        ("--xla_tpu_scoped=1", "flags of the TPU compiler belong in LIBTPU_INIT_ARGS"),
+        ("--xla_force_host_platform_device_count=abc", "device_count=abc, a value that XLA cannot read"),
+        ("--xla_force_host_platform_device_count=99999999999", "a value that XLA cannot read"),
+        ("--help", "XLA_FLAGS is refused by XLA, which would abort the process"),
+    ],
+)  # fmt: skip
+def test_an_xla_flag_that_would_abort_the_process_is_refused(
+    monkeypatch, capsys, flags, words
+) -> None:
+    """F4."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert words in refusal(capsys, "--mesh", "4x-1")
 
 
 def test_a_config_is_read_without_jax() -> None:

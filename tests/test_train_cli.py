@@ -251,3 +251,64 @@ def test_bench_measures_a_step(text) -> None:
     assert done.returncode == 0, done.stderr
     for part in ("mesh", "s median", "tokens", "MFU", "not known", "ms a step", "resident"):
         assert part in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--source", "absent.txt"], "no file is there at 'absent.txt'"),
+        (["--source", "absent/**/*.txt"], "no file matches 'absent/**/*.txt'"),
+        (["--source", "{README.md: 1, absent.txt: 2}"], "no file is there at 'absent.txt'"),
+        (["--source", "README.md", "--heldout", "absent.txt"], "no file is there at 'absent.txt'"),
+    ],
+)
+def test_a_source_that_is_not_there_is_refused_before_jax_is_imported(flags, words) -> None:
+    code = (
+        "import sys\n"
+        "from jaxpar.train.__main__ import main\n"
+        f"code = main({flags!r})\n"
+        "print(sorted({'jax', 'jaxlib'} & set(sys.modules)))\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_sources_that_are_elsewhere_or_there_are_not_refused_early(text) -> None:
+    from jaxpar.train.__main__ import find_data
+
+    for source in ("stdlib", str(text), str(text.parent), "memory://nowhere/a.txt"):
+        find_data(config.load(["--source", source, "--heldout", str(text)]))
+
+
+def test_the_help_of_bench_has_its_own_flags_and_those_of_a_run() -> None:
+    done = command("--help", module="bench")
+    assert done.returncode == 0, done.stderr
+    for flag in ("--repeats", "--json", "--mesh", "--learning-rate", "--source", "--config"):
+        assert f"  {flag}" in done.stdout
+    assert done.stdout.count("usage: ") == 1
+    assert command("step", "--help", module="bench").stdout == done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["stepp"], "invalid choice: 'stepp'"),
+        ([], "arguments are required: what"),
+        (["step", "--repeats", "x"], "--repeats: invalid int value"),
+        (["step", "--mesh", "4x2", "--show", "layout"], "are of jaxpar.train"),
+    ],
+)
+def test_bench_refuses_in_one_line(args, words) -> None:
+    done = command(*args, module="bench")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert words in done.stderr

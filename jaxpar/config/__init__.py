@@ -4,7 +4,8 @@ Pure Python, no JAX: a bad config is refused before anything heavy is imported. 
 nearest; `validate` refuses every combination that cannot run and says what would.
 """
 
-from jaxpar.config.flags import check_environment, load, parse
+from jaxpar.config.environment import check_environment
+from jaxpar.config.flags import Help, add_flags, load, parse
 from jaxpar.config.hints import nearest
 from jaxpar.config.presets import PRESETS
 from jaxpar.config.schema import (
@@ -26,9 +27,11 @@ __all__ = [
     "SECTIONS",
     "ConfigError",
     "DataConfig",
+    "Help",
     "ModelConfig",
     "OptimizerConfig",
     "RunConfig",
+    "add_flags",
     "check_environment",
     "from_dict",
     "from_yaml",

@@ -15,14 +15,14 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import yaml
 
 from jaxpar.config import yaml12
+from jaxpar.config.environment import check_environment
 from jaxpar.config.hints import choices, nearest
 from jaxpar.config.schema import (
     ALIASES,
@@ -65,20 +65,8 @@ class _Parser(argparse.ArgumentParser):
 
 def load(argv: Sequence[str], *, prog: str = "jaxpar", description: str = "") -> RunConfig:
     """Like `parse`, raising `ConfigError` instead of exiting, and not yet validated."""
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False, formatter_class=_Help)
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file with the keys below; flags win over it"
-    )
-    homes: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
-    groups = [("", "run", RunConfig), *((s, s, c) for s, c in SECTIONS.items())]
-    for section, title, kind in groups:
-        group = parser.add_argument_group(title, (kind.__doc__ or "").strip())
-        docs, hints = _field_docs(kind), typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            if field.name in SECTIONS and not section:
-                continue
-            homes[field.name] = (section, field)
-            _add_flag(group, field, hints[field.name], docs[field.name])
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False, formatter_class=Help)
+    homes = add_flags(parser)
     for arg in argv:
         flag = arg.partition("=")[0]
         if arg.startswith("--") and flag not in parser._option_string_actions:
@@ -91,12 +79,30 @@ def load(argv: Sequence[str], *, prog: str = "jaxpar", description: str = "") ->
     config = RunConfig() if path is None else from_yaml(path)
     changes: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
-        changes.setdefault(homes[name][0], {})[name] = value
+        changes.setdefault(homes[name], {})[name] = value
     model = changes.get("model", {})
     if "preset" in model:
         changes["model"] = {**preset(model["preset"], "--preset"), **model}
     sections = {s: dataclasses.replace(getattr(config, s), **c) for s, c in changes.items() if s}
     return dataclasses.replace(config, **changes.get("", {}), **sections)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Give a parser ``--config`` and a flag for every field; returns the section of each field, ``""`` for a run's own."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with the keys below; flags win over it"
+    )
+    homes: dict[str, str] = {}
+    groups = [("", "run", RunConfig), *((s, s, c) for s, c in SECTIONS.items())]
+    for section, title, kind in groups:
+        group = parser.add_argument_group(title, (kind.__doc__ or "").strip())
+        docs, hints = _field_docs(kind), typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            if field.name in SECTIONS and not section:
+                continue
+            homes[field.name] = section
+            _add_flag(group, field, hints[field.name], docs[field.name])
+    return homes
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
@@ -114,7 +120,9 @@ def _joined(argv: Sequence[str]) -> list[str]:
     return joined
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.HelpFormatter):
+class Help(argparse.HelpFormatter):
+    """Flags in one column and what they do beside them."""
+
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=34, width=100)
 
@@ -206,23 +214,3 @@ def _field_docs(kind: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
             docs[field.target.id] = ast.literal_eval(after.value)  # pyright: ignore[reportAttributeAccessIssue]
     return docs
-
-
-def check_environment(environ: Mapping[str, str]) -> None:
-    """Refuse environment variables that would be ignored or would abort the process.
-
-    Raises:
-        ConfigError: a JAXPAR_ variable (there are none), or an XLA flag without its dashes: XLA ends the process on it.
-    """
-    for name in environ:
-        if name.startswith("JAXPAR_"):
-            kinds = (RunConfig, *SECTIONS.values())
-            flags = [f"--{f.name.replace('_', '-')}" for k in kinds for f in dataclasses.fields(k)]
-            asked = "--" + name[len("JAXPAR_") :].lower().replace("_", "-")
-            hint = nearest(asked, flags) or "; settings are flags, see --help"
-            raise ConfigError(f"environment variable {name} means nothing to jaxpar{hint}")
-    for token in environ.get("XLA_FLAGS", "").split():
-        if not token.startswith("--") and not Path(token).is_file():
-            raise ConfigError(
-                f"XLA_FLAGS holds {token!r}, which is not a --flag; XLA would abort the process on it"
-            )

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 
-from jaxpar import policies
+from jaxpar import policies, topology
 from jaxpar.axes import parse_mesh
 from jaxpar.config.schema import ConfigError, RunConfig
 
@@ -34,15 +34,16 @@ def validate(config: RunConfig) -> None:
 
 def _device_count(config: RunConfig) -> int | None:
     if config.topology is not None:
-        _, _, dims = config.topology.partition(":")
-        parts = dims.split("x")
-        if not all(p.isdigit() for p in parts):
-            raise ConfigError(f"topology {config.topology!r} has no sizes; write it as v5p:4x4x4")
+        count = topology.device_count(config.topology)
         if not config.show:
             raise ConfigError(
                 f"topology {config.topology} is of chips that are not here: add --show layout"
             )
-        return None  # chips and devices differ on some generations: the mesh checks the product
+        if config.devices is not None:
+            raise ConfigError(
+                f"devices {config.devices} are simulated, and topology {config.topology} has its own; leave one out"
+            )
+        return count
     return config.devices
 
 
@@ -178,6 +179,11 @@ def _bad_mesh(config: RunConfig, sizes: dict[str, int]) -> list[str]:
         names += [f"microbatches={config.microbatches}"] if config.microbatches > 1 else []
         errors.append(
             f"batch {config.data.batch} does not divide by {' x '.join(names)}; {_around(config.data.batch, parts)} would"
+        )
+    if config.optimizer.optimizer == "adafactor" and model.vocab % split:
+        errors.append(
+            f"vocab {model.vocab} does not divide by model={split}: adafactor's means over rows would count the padding; "
+            f"vocab {-(-model.vocab // split) * split} would, or another optimizer"
         )
     tokens = config.data.batch // parts * config.data.sequence
     if not errors and tokens % config.loss_chunks:

@@ -45,15 +45,17 @@ def run(config: configs.RunConfig, interrupts: Interrupts) -> int:
         if config.show == "layout":
             return show(config)
         folder = run_folder.choose(config)
+        find_data(config)
         # What follows imports JAX, which reads the flags that `simulate` sets.
         from jaxpar.train import job as jobs
         from jaxpar.train import loop
         from jaxpar.train.report import Reporter
 
-        print(announce(config.devices), flush=True)
+        devices = announce(config.devices)
         job = jobs.prepare(config)
         layout = job.par.layout
-        print(job.dataset, job.par.mesh, layout, *unsplit(layout), sep="\n", flush=True)
+        lines = (devices, job.dataset, job.par.mesh, layout, *unsplit(layout))
+        print(*lines, sep="\n", flush=True)
     except ValueError as error:  # every error of a config, a mesh, rules or input is one
         return refuse(error)
     from jaxpar.checkpoint import CheckpointError
@@ -74,13 +76,30 @@ def run(config: configs.RunConfig, interrupts: Interrupts) -> int:
 
 def show(config: configs.RunConfig) -> int:
     """Print the layout of a config without training."""
+    from jaxpar.topology import abstract_devices
     from jaxpar.train.job import build
 
-    if config.topology is None:
-        print(announce(config.devices), flush=True)
+    if config.topology is not None:
+        abstract_devices(config.topology)  # sets what libtpu would else miss when JAX starts
+    devices = announce(config.devices)
     par = build(config)
-    print(par.mesh, par.layout, *unsplit(par.layout), sep="\n")
+    lines = [par.mesh, par.layout, *unsplit(par.layout)]
+    print(*([devices] if config.topology is None else []), *lines, sep="\n")
     return 0
+
+
+def find_data(config: configs.RunConfig) -> None:
+    """Refuse files on this machine that are not there, before JAX is imported; other storage is asked when it is read.
+
+    Raises:
+        DataError: no such file, an empty one, or files that do not go together.
+    """
+    from jaxpar.data import files, sources
+
+    source = config.data.source
+    for name in (*(source if isinstance(source, dict) else [source]), config.data.heldout):
+        if name not in (None, "stdlib") and not files.is_remote(name):
+            sources.inputs(name)
 
 
 def unsplit(layout: Layout) -> list[str]:
