@@ -19,12 +19,23 @@ def with_row_ids(batch: Mapping[str, Any], mesh: Mesh, microbatches: int) -> dic
         batch: arrays or ShapeDtypeStructs of all rows, over all devices and microbatches.
 
     Raises:
-        TypeError: not a dict.
+        TypeError: not a dict, or a value that is no array of numbers.
         ValueError: arrays with different numbers of rows, or rows that do not divide; says which numbers would.
     """
     if not isinstance(batch, Mapping):
         kind = type(batch).__name__
         raise TypeError(f"a batch is a dict of arrays whose first dimension is rows, not {kind}")
+    if not batch:
+        raise ValueError("a batch holds at least one array; here it is empty")
+    for name, x in batch.items():
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            kind = type(x).__name__
+            raise TypeError(
+                f"{name!r} of the batch is a {kind}; a batch is a flat dict of arrays whose first dimension is rows "
+                f"(numpy.asarray makes one of a list)"
+            )
+        if getattr(x.dtype, "kind", "") in ("O", "S", "U", "M", "m"):
+            raise TypeError(f"{name!r} of the batch holds {x.dtype}; a batch holds numbers")
     counts = {k: (v.shape[0] if getattr(v, "shape", ()) else 0) for k, v in batch.items()}
     if len(set(counts.values())) != 1:
         raise ValueError(f"every array of a batch has the same number of rows first; here {counts}")

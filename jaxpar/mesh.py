@@ -21,7 +21,7 @@ import dataclasses
 import difflib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -125,13 +125,22 @@ def make_mesh(
     Raises:
         MeshError: the product is not the number of devices (names the meshes that fit), or a bad spec.
     """
+    if not isinstance(spec, str | Mapping):
+        raise MeshError(
+            f"mesh {spec!r}; write '4x2', 'data=4,model=2' or {{'data': 4, 'model': 2}}"
+        )
     if topology is not None:
         if devices is not None:
             raise MeshError("give devices or a topology, not both")
         from jaxpar.topology import abstract_devices
 
         devices = abstract_devices(topology)
+    if devices is not None and not isinstance(devices, Iterable):
+        raise MeshError(f"devices is {devices!r}; a list such as jax.devices()[:4]")
     devices = list(jax.devices() if devices is None else devices)
+    other = [d for d in devices if not hasattr(d, "platform")]
+    if other:
+        raise MeshError(f"device {other[0]!r} is no device; a list such as jax.devices()[:4]")
     if len(set(devices)) != len(devices):
         twice = next(d for d in devices if devices.count(d) > 1)
         raise MeshError(f"device {twice} is given twice; a mesh holds each device once")

@@ -42,8 +42,7 @@ def place_state(
         split: ZeRO's transform of one moment.
 
     Raises:
-        LayoutError: a large leaf follows no parameter; or a padded parameter has state of another
-            shape, whose means would count the padding.
+        LayoutError: a large leaf follows no parameter.
     """
     by_path = {leaf.path: leaf for leaf in jax.tree.leaves(params, is_leaf=_is_row)}
 
@@ -57,7 +56,7 @@ def place_state(
     )
 
     def array(leaf: Leaf) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.stored, dtype if leaf.floating else leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype if leaf.floating else leaf.dtype)
 
     state = jax.eval_shape(optimizer.init, jax.tree.map(array, params, is_leaf=_is_row))
     flat, treedef = jax.tree.flatten(state)
@@ -104,11 +103,11 @@ def _owners(paths: Sequence[str], by_path: Mapping[str, Leaf]) -> list[list[Leaf
 
 def _follow(state: Leaf, parameter: Leaf) -> Leaf | None:
     """The state leaf split as far as its dimensions are the parameter's; None if they are not."""
-    kept = list(range(len(parameter.stored)))
-    if state.stored != parameter.stored:
-        whole = parameter.stored
-        fits = [i for i in kept if whole[:i] + whole[i + 1 :] == state.stored]
-        if not fits or math.prod(state.stored) == 1:
+    kept = list(range(len(parameter.shape)))
+    if state.shape != parameter.shape:
+        whole = parameter.shape
+        fits = [i for i in kept if whole[:i] + whole[i + 1 :] == state.shape]
+        if not fits or math.prod(state.shape) == 1:
             return None
         kept.remove(_dropped(state.path, fits))
 
@@ -118,7 +117,7 @@ def _follow(state: Leaf, parameter: Leaf) -> Leaf | None:
     return dataclasses.replace(
         state,
         kind="moment",
-        shape=pick(parameter.shape),
+        stored=pick(parameter.stored),
         dims=pick(parameter.dims),
         spec=pick(parameter.spec),
         rule=parameter.rule,
@@ -140,18 +139,11 @@ def _dropped(path: str, fits: Sequence[int]) -> int:
 def _wrong(state: Leaf, follows: Leaf | None, owners: Sequence[Leaf]) -> list[tuple[str, str]]:
     """Pairs of what is at fault and the reason; none if the leaf can lie where it is put."""
     owner = owners[0] if owners else None
-    if owner is not None and owner.padded and state.stored not in ((), owner.stored):
-        reason = (
-            f"{owner.path}: {owner.reason}, and the optimizer keeps state of another shape for it "
-            f"({state.path} {state.stored}): means that it takes would count the padding. Use a "
-            f"size that divides, or an optimizer that is not factored"
-        )
-        return [(owner.path, reason)]
     if follows is None and math.prod(state.stored) > LARGE:
         cause = (
             "follows no parameter"
             if owner is None
-            else f"belongs to {owner.path} and has not its shape {owner.stored}, nor that less one "
+            else f"belongs to {owner.path} and has not its shape {owner.shape}, nor that less one "
             f"dimension"
         )
         reason = (

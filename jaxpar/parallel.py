@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar import policies
+from jaxpar import arguments
 from jaxpar import precision as precisions
 from jaxpar import zero as zero_stages
 from jaxpar.batch import with_row_ids
 from jaxpar.layout import Layout
 from jaxpar.mesh import Mesh
+from jaxpar.padding import on_true_shapes, padded, true
 from jaxpar.placement import SMALL, Mover, place
-from jaxpar.rules import LAYERS, LayoutError, Leaf, Rules
+from jaxpar.rules import Leaf, Rules, dtype_named, paths_of
 from jaxpar.staged import BLOCKS, Staged
-from jaxpar.state import TrainState, padded, reshaped, true
+from jaxpar.state import TrainState, reshaped
 from jaxpar.step import Program, mean
 
 
@@ -53,7 +54,8 @@ def parallelize(
             pad arrive padded.
         init_or_shapes: ``init(rng) -> params``, or a pytree of arrays or ShapeDtypeStructs (bring the values with
             `Parallel.load`).
-        optimizer: any optax transformation, or a function of the `Layout` that makes one (for a decay mask by role).
+        optimizer: any optax transformation, which gets the mean loss as `value`, or a function of the `Layout` that makes
+            one (for a decay mask by role).
         zero: ZeRO stage 0-3 (arXiv:1910.02054).
         microbatches: parts that each shard's rows are taken in.
         remat: name of a policy (`jaxpar.remat`), around each block of a `Staged` model, else around the loss.
@@ -65,32 +67,20 @@ def parallelize(
 
     Raises:
         LayoutError: rules that do not fit the parameters or the mesh.
+        TypeError: an argument of another kind than is meant (`jaxpar.arguments`).
         ValueError: an option out of range.
     """
-    if zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero {zero!r}; the stages are 0, 1, 2 and 3")
-    if microbatches < 1:
-        raise ValueError(f"microbatches {microbatches}; at least 1")
-    for axis in ("stage", "expert", "context"):
-        if mesh.size(axis) > 1:
-            raise ValueError(
-                f"mesh axis {axis}={mesh.size(axis)} is not run by this version; use size 1"
-            )
-    if schedule is not None:
-        raise ValueError("a pipeline schedule needs a stage axis, which is not run by this version")
-    policies.parse(remat)
-    kind = precisions.named(precision, reduce_dtype)
-    if kind.update == "float64" and not jax.config.read("jax_enable_x64"):
-        raise ValueError("precision float64 needs jax.config.update('jax_enable_x64', True)")
-    # A module of parameters may be callable too, and is a tree: a function is a leaf.
-    whole = jax.tree.leaves(init_or_shapes)
-    function = isinstance(init_or_shapes, functools.partial) or (
-        len(whole) == 1 and whole[0] is init_or_shapes
+    arguments.check_mesh(mesh, rules)
+    arguments.check_options(
+        zero=zero,
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+        small=small,
+        remat=remat,
+        schedule=schedule,
     )
-    init = init_or_shapes if callable(init_or_shapes) and function else None
-    shapes = (
-        jax.eval_shape(init, jax.random.key(0)) if init else jax.eval_shape(lambda: init_or_shapes)
-    )
+    kind = arguments.precision_of(precision, reduce_dtype)
+    shapes = arguments.shapes_of(init_or_shapes)
     shapes = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, _stored(s.dtype, kind.params)), shapes
     )
@@ -110,21 +100,17 @@ def parallelize(
         master_dtype=kind.masters,
         combine=combine,
     )
-    # By its methods: `MultiSteps` is an optimizer too, and no GradientTransformation.
-    made: Any = optimizer
-    if not hasattr(optimizer, "update"):
-        made = cast("Callable[[Layout], Any]", optimizer)(build(optimizer=None))
+    made = arguments.transformation(optimizer, functools.partial(build, optimizer=None))
     layout = build(optimizer=made)
     flat, treedef = jax.tree.flatten(leaves, is_leaf=_is_leaf)
-    _check_leaves(flat, staged)
+    arguments.check_leaves(flat, staged)
     if staged and (not isinstance(shapes, Mapping) or BLOCKS not in shapes):
         raise ValueError(
             f"a Staged model needs a dict of parameters with stacked leaves under {BLOCKS!r}"
         )
     placements = tuple(
         place(
-            leaf.path,
-            leaf.spec,
+            leaf,
             zero_stages.shard(leaf, mesh.sizes, combine=combine).spec if zero else leaf.spec,
             zero=zero,
             staged=staged,
@@ -138,6 +124,8 @@ def parallelize(
     if staged and loss.model_axis == "manual":
         manual += ("model",)
     manual = tuple(a for a in manual if mesh.size(a) > 1)
+    if any(leaf.padded for leaf in flat):
+        made = on_true_shapes(made, leaves, layout.opt_state)
     program = Program(
         loss=loss,
         treedef=treedef,
@@ -149,25 +137,8 @@ def parallelize(
         remat=remat,
         clip_norm=clip_norm,
     )
+    init = arguments.initialiser(init_or_shapes)
     return Parallel(program=program, layout=layout, leaves=leaves, init_fn=init)
-
-
-def _check_leaves(leaves: list[Leaf], staged: bool) -> None:
-    """Refuse what cannot be differentiated, and stacks that a scan cannot take apart."""
-    for leaf in leaves:
-        if not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating):
-            raise LayoutError(
-                f"{leaf.path} is {leaf.dtype}: parameters are floats; keep it in the batch, or close over it"
-            )
-        if (
-            staged
-            and leaf.path.split("/")[0] == BLOCKS
-            and (not leaf.dims or leaf.dims[0] != LAYERS or leaf.spec[0])
-        ):
-            raise LayoutError(
-                f"{leaf.path}: dimension 0 of a block's parameters is the stack of layers: name it {LAYERS!r} in rule "
-                f"{leaf.rule!r}, on no mesh axis"
-            )
 
 
 def _stored(dtype: Any, params: str) -> Any:
@@ -218,7 +189,7 @@ class Parallel:
 
         def leaf(x: Leaf) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
-                x.stored, jnp.dtype(x.dtype), sharding=self.mesh.sharding(x.spec)
+                x.stored, dtype_named(x.dtype), sharding=self.mesh.sharding(x.spec)
             )
 
         def scalar(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -240,7 +211,7 @@ class Parallel:
 
         Values do not depend on the mesh. `rng`: a key or a seed.
         """
-        return self._make_first(_key(rng))
+        return self._make_first(arguments.key_of(rng))
 
     @functools.cached_property
     def _make_first(self) -> Any:
@@ -256,11 +227,18 @@ class Parallel:
                 "parallelize was given shapes, not an initialiser: bring values with load(params)"
             )
         values, run = jax.random.split(key)
-        return self._state(self._init(values), jax.random.key_data(run))
+        params = self._init(values)
+        arguments.check_loaded(params, self._leaves)
+        return self._state(params, jax.random.key_data(run))
 
     def load(self, params: Any, rng: Any = 0) -> TrainState:
-        """A first state with these parameters, of true shapes."""
-        return self._make_state(params, _key(rng))
+        """A first state with these parameters, of true shapes.
+
+        Raises:
+            ValueError: other leaves than the layout's, or other shapes.
+        """
+        arguments.check_loaded(params, self._leaves)
+        return self._make_state(params, arguments.key_of(rng))
 
     @functools.cached_property
     def _make_state(self) -> Any:
@@ -271,7 +249,7 @@ class Parallel:
 
     def _state(self, params: Any, rng: Any) -> TrainState:
         kind = self.program.mover.precision
-        params = padded(params, self._leaves)
+        params = padded(jax.tree.map(jnp.asarray, params), self._leaves)
 
         def cast(dtype: str) -> Any:
             return jax.tree.map(lambda x: x.astype(_stored(x.dtype, dtype)), params)
@@ -337,13 +315,53 @@ class Parallel:
         """One optimizer step; `state` is donated. Metrics: loss, weight, grad_norm, skipped and the loss's own.
 
         Compiles at the first call, and again only for a batch of other shapes.
+
+        Raises:
+            ValueError: the state was given to `step` before, or is not of this mesh, stage and precision.
         """
-        if "row_id" not in batch or not all(map(self._is_put, batch.values())):
+        # Run, the program would write into memory that is another array's by now.
+        if getattr(getattr(state, "step", None), "is_deleted", bool)():
+            raise ValueError(
+                "this state was given to step before and its memory reused; keep the one that step returned"
+            )
+        if (
+            not isinstance(batch, Mapping)
+            or "row_id" not in batch
+            or not all(map(self._is_put, batch.values()))
+        ):
             batch = self.put(batch)
         signature = _signature(batch)
         if signature != self._signature:
             self._signature, self._run = signature, self.compile(batch)
-        return self._run(state, batch)
+        try:
+            return self._run(state, batch)
+        except (TypeError, ValueError) as error:
+            reason = self._other_state(state)
+            if reason is None:
+                raise
+            raise ValueError(reason) from error
+
+    def _other_state(self, state: Any) -> str | None:
+        """How `state` differs from this step's own, and the way from one to the other; None if it does not."""
+        if not isinstance(state, TrainState):
+            return f"state is a {type(state).__name__}; step takes what init, load or step returned"
+        wanted = self.abstract_state
+        way = (
+            "new.pad(old.unpad(state)) brings a state of the same optimizer and precision to another mesh of these "
+            "devices or another ZeRO stage; a checkpoint, restored, any other"
+        )
+        paths = paths_of(wanted)
+        if jax.tree.structure(state) != jax.tree.structure(wanted):
+            other = sorted(set(paths) ^ set(paths_of(state)))
+            where = f": {', '.join(other[:3])} in one alone" if other else ""
+            return f"this state is of another optimizer, precision or model{where}; {way}"
+        for path, x, y in zip(paths, jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+            sharding = getattr(x, "sharding", None)
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                return f"{path} of this state is {x.dtype}{x.shape}, and of this step {y.dtype}{y.shape}; {way}"
+            if sharding is None or not sharding.is_equivalent_to(y.sharding, len(y.shape)):
+                return f"{path} of this state lies as {sharding}, and of this step as {y.sharding}; {way}"
+        return None
 
     def compile(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
         """The train step for batches of these shapes, compiled and not run; `step` uses it."""
@@ -398,10 +416,6 @@ class Parallel:
 
 def _signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple((name, x.shape, x.dtype) for name, x in batch.items())
-
-
-def _key(rng: Any) -> Any:
-    return jax.random.key(rng) if isinstance(rng, int | np.integer) else rng
 
 
 def _is_leaf(x: Any) -> bool:

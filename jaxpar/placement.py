@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from jaxpar.collectives import (
 )
 from jaxpar.mesh import Mesh, Spec
 from jaxpar.precision import Precision
+from jaxpar.rules import Leaf
 
 SMALL = 1 << 22
 """Bytes of a whole leaf (all its layers) up to which it is gathered once a step rather than at each use."""
@@ -52,6 +53,8 @@ class Placement:
         stacked: whether dimension 0 is the layers that a scan takes apart.
         gather: when the parameter is made whole.
         scatter: when its gradient becomes a shard.
+        true: shape without padding.
+        padded: dimensions that are stored larger than they are.
     """
 
     path: str
@@ -63,11 +66,12 @@ class Placement:
     stacked: bool
     gather: When
     scatter: When
+    true: tuple[int, ...] = ()
+    padded: tuple[int, ...] = ()
 
 
 def place(
-    path: str,
-    base: Spec,
+    leaf: Leaf,
     shard: Spec,
     *,
     zero: int,
@@ -76,7 +80,8 @@ def place(
     nbytes: int,
     small: int = SMALL,
 ) -> Placement:
-    """Placement of one leaf of `nbytes` bytes; `shard` is what ZeRO makes of `base`."""
+    """Placement of one leaf of `nbytes` bytes; `shard` is what ZeRO makes of its split."""
+    base = leaf.spec
     added = [
         (dim, tuple(a for a in after if a not in before))
         for dim, (before, after) in enumerate(zip(base, shard, strict=True))
@@ -91,7 +96,7 @@ def place(
         if zero == 3:
             gather = "use" if at_use else "step"
     return Placement(
-        path=path,
+        path=leaf.path,
         base=base,
         shard=shard,
         stored=shard if zero == 3 else base,
@@ -100,6 +105,8 @@ def place(
         stacked=stacked,
         gather=gather,
         scatter=scatter,
+        true=leaf.shape,
+        padded=tuple(i for i, n in enumerate(leaf.shape) if n != leaf.stored[i]),
     )
 
 
@@ -190,6 +197,18 @@ class Mover:
             return lax.psum(a.astype(self.reduce), rest).astype(a.dtype)
 
         return around_model(move, (spec,), spec)(g)
+
+    def without_padding(self, p: Placement, g: jax.Array) -> jax.Array:
+        """A finished gradient with zeros in the padding, where a model leaves others: its activation of 0 may not be 0."""
+        for dim in p.padded:
+            # The compiler sees the whole of an automatic axis; along manual ones this is part `index`, slowest first.
+            index: Any = 0
+            for axis in self.mesh.physical(*(a for a in p.shard[dim] if a in self.manual)):
+                index = index * self.mesh.jax_mesh.shape[axis] + lax.axis_index(axis)
+            places = index * g.shape[dim] + jnp.arange(g.shape[dim])
+            inside = lax.broadcast_in_dim(places < p.true[dim], g.shape, (dim,))
+            g = jnp.where(inside, g, 0)
+        return g
 
     def share(self, p: Placement) -> float:
         """1 / number of devices along manual axes that hold the same part of the finished gradient."""

@@ -135,9 +135,14 @@ class Rules:
         pad: Sequence[str] = (),
         replicate: Sequence[str] = (),
     ):
-        self.entries = tuple(
-            e if isinstance(e, Rule) else Rule(e[0], _names(e[1]), *e[2:]) for e in entries
-        )
+        if isinstance(entries, str | Mapping) or not isinstance(entries, Iterable):
+            raise LayoutError(f"rules are a {type(entries).__name__}; {_LIST}")
+        self.entries = tuple(e if isinstance(e, Rule) else _rule(e) for e in entries)
+        if not isinstance(axes, Mapping):
+            raise LayoutError(f"axes is a {type(axes).__name__}; {_AXES}")
+        for name, on in axes.items():
+            if on is not None and not _are_names(on):
+                raise LayoutError(f"axes: {name!r} lies on {on!r}; {_AXES}")
         self.axes = {name: () if on is None else _names(on) for name, on in axes.items()}
         self.pad, self.replicate = _names(pad), _names(replicate)
         self._check()
@@ -295,6 +300,14 @@ class Rules:
         return leaf, errors
 
 
+def dtype_named(name: str) -> Any:
+    """The dtype of a `Leaf`; those of typed random keys have no numpy name."""
+    kinds = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+    if name not in kinds:
+        return jax.numpy.dtype(name)
+    return jax.eval_shape(lambda: jax.random.key(0, impl=kinds[name])).dtype
+
+
 def paths_of(tree: Any) -> list[str]:
     """The path of every leaf, names joined by "/": dict keys, attributes and indices alike.
 
@@ -309,6 +322,30 @@ def paths_of(tree: Any) -> list[str]:
             names.append(str(getattr(key, field) if field else key))
         out += ["/".join(names)] * len(jax.tree.leaves(node))
     return out
+
+
+_LIST = "write a list of (pattern, dims) or (pattern, dims, role)"
+_AXES = "write {dimension: 'model'}, a tuple of mesh axes, or None"
+
+
+def _rule(entry: Any) -> Rule:
+    if isinstance(entry, str) or not isinstance(entry, Sequence) or len(entry) not in (2, 3):
+        raise LayoutError(f"rule {entry!r}; {_LIST}")
+    pattern, dims, *role = entry
+    if not isinstance(pattern, str):
+        raise LayoutError(f"rule {entry!r}: the pattern is a string, a regular expression")
+    if isinstance(dims, jax.sharding.PartitionSpec) or not _are_names(dims):
+        raise LayoutError(
+            f"rule {pattern!r}: dims are {dims!r}; name every dimension, as ('embed', 'mlp'), and its "
+            f"mesh axis in axes={{'mlp': 'model', 'embed': None}}"
+        )
+    return Rule(pattern, _names(dims), *role)
+
+
+def _are_names(given: Any) -> bool:
+    return isinstance(given, str) or (
+        isinstance(given, Sequence) and all(isinstance(n, str) for n in given)
+    )
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -7,11 +7,9 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.layout import Layout
-from jaxpar.rules import Leaf
 
 
 @functools.partial(
@@ -53,26 +51,6 @@ def advanced(state: TrainState, step: int) -> TrainState:
         step=jax.device_put(np.int32(step), state.step.sharding),
         skipped=jax.device_put(skipped, state.skipped.sharding),
     )
-
-
-def padded(tree: Any, leaves: Any) -> Any:
-    """Arrays of true shapes with zeros at the end of every dimension that `leaves` (a pytree of `Leaf`) pads."""
-
-    def one(x: Any, leaf: Leaf) -> Any:
-        if leaf.shape == leaf.stored:
-            return x
-        return jnp.pad(x, [(0, s - n) for s, n in zip(leaf.stored, leaf.shape, strict=True)])
-
-    return jax.tree.map(one, tree, leaves)
-
-
-def true(tree: Any, leaves: Any) -> Any:
-    """Arrays of stored shapes without their padding; the inverse of `padded`."""
-
-    def one(x: Any, leaf: Leaf) -> Any:
-        return x if leaf.shape == leaf.stored else x[tuple(slice(0, n) for n in leaf.shape)]
-
-    return jax.tree.map(one, tree, leaves)
 
 
 def reshaped(state: TrainState, layout: Layout, change: Any) -> TrainState:

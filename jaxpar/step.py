@@ -11,8 +11,8 @@
 ```
 
 Sums, never means of means: the loss and the gradient are divided once, after all microbatches and all shards. A step
-whose loss or gradient is not finite, or that has no valid target, changes nothing but the batch index and the count of
-skipped steps.
+whose loss, gradient or update is not finite, or that has no valid target, changes nothing but the batch index and the count
+of skipped steps.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxpar import remat as remat_policies
+from jaxpar.arguments import contract
 from jaxpar.collectives import all_gather, varies, varying
 from jaxpar.mesh import Mesh
 from jaxpar.placement import Mover, Placement
@@ -61,7 +62,7 @@ class Program:
     placements: tuple[Placement, ...]
     mover: Mover
     mesh: Mesh
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     microbatches: int
     remat: str
     clip_norm: float | None
@@ -136,10 +137,8 @@ class Program:
     def _checked_loss(
         self, variables: list[Any], held: list[Any], batch: Any, rng: Any
     ) -> tuple[Any, Any]:
-        loss, weight, metrics = self._loss(variables, held, batch, rng)
+        loss, weight, metrics = contract(self._loss(variables, held, batch, rng))
         wide = jnp.promote_types(loss.dtype, jnp.float32)
-        if loss.shape != ():
-            raise ValueError(f"the loss has shape {loss.shape}; return the sum over rows, a scalar")
         along = varies(loss) & set(self.mesh.physical("model"))
         if along:
             raise ValueError(
@@ -152,7 +151,7 @@ class Program:
             raise ValueError(
                 f"a metric may not be called {sorted(taken)[0]!r}: jaxpar reports one of that name"
             )
-        pairs = {"loss": (loss, weight), **metrics}
+        pairs = {"loss": (loss, weight), **{name: tuple(pair) for name, pair in metrics.items()}}
         sums = jax.tree.map(lambda a: varying(jnp.asarray(a).astype(wide), rows), pairs)
         return sums["loss"][0], sums
 
@@ -161,7 +160,7 @@ class Program:
         return lax.psum(sums, rows) if rows else sums
 
     def _gradients(self, params: list[Any], batch: Any, rng: Any) -> tuple[list[Any], Any, Any]:
-        """(finished gradient of the summed loss, sums over all shards, sum of squares of the gradient)."""
+        """(finished gradient of the summed loss, sums over all shards, sum of squares of the mean's gradient)."""
         key = jax.random.wrap_key_data(rng)
         axes = self._axes
         # Marked as varying *before* differentiation: else every use of a parameter sums its gradient over the mesh.
@@ -173,13 +172,19 @@ class Program:
             grads = self._after_microbatch(grads)
         else:
             grads, sums = self._accumulate(grad, variables, held, batch, key)
-        grads = [self.mover.finish(p, g) for p, g in zip(self.placements, grads, strict=True)]
+        grads = [
+            self.mover.without_padding(p, self.mover.finish(p, g))
+            for p, g in zip(self.placements, grads, strict=True)
+        ]
+        sums = self._sums(sums)
+        # Of the mean, not of the sum: squares of a sum over weights of 1e19 or 1e-24 leave float32.
+        scale = mean(1, sums["loss"][1])
         squares = jnp.zeros(())
         for p, g in zip(self.placements, grads, strict=True):
-            wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+            wide = g.astype(jnp.promote_types(g.dtype, jnp.float32)) * scale
             squares = squares + jnp.sum(jnp.square(wide)) * self.mover.share(p)
         squares = varying(squares, axes)
-        return grads, self._sums(sums), lax.psum(squares, axes) if axes else squares
+        return grads, sums, lax.psum(squares, axes) if axes else squares
 
     def _variables(self, params: list[Any]) -> tuple[list[Any], list[Any]]:
         """What is differentiated, and the whole parameters beside it where that only collects a gradient."""
@@ -256,7 +261,7 @@ class Program:
         outs = (finished, PartitionSpec(), PartitionSpec())
         grads, sums, squares = self._region(self._gradients, batch, outs)(flat, batch, rng)
         scale = mean(1, sums["loss"][1])
-        norm = jnp.sqrt(squares) * scale
+        norm = jnp.sqrt(squares)
         update = jnp.dtype(self.mover.precision.update)
         grads = [g.astype(update) * scale.astype(update) for g in grads]
         return jax.tree.unflatten(self.treedef, grads), sums, norm
@@ -275,12 +280,14 @@ class Program:
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
         held = state.params if state.masters is None else state.masters
         held = self._split(held, "shard")
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, held)
+        updates, opt_state = self._update(grads, state.opt_state, held, loss)
+        new = self._split(optax.apply_updates(held, updates), "shard")
+        good &= self._finite(new)
 
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
 
-        new = self._split(keep(optax.apply_updates(held, updates), held), "shard")
+        new = self._split(keep(new, held), "shard")
         stored = jnp.dtype(self.mover.precision.params)
         params = self._restore(jax.tree.map(lambda a: a.astype(stored), new))
         skipped = state.skipped + jnp.where(good, 0, 1).astype(jnp.int32)
@@ -294,6 +301,33 @@ class Program:
             skipped=skipped,
             rng=state.rng,
         ), metrics
+
+    def _update(self, grads: Any, opt_state: Any, held: Any, loss: Any) -> tuple[Any, Any]:
+        try:
+            return self.optimizer.update(grads, opt_state, held, value=loss, grad=grads)
+        except TypeError as error:
+            if "required keyword-only" not in str(error):
+                raise
+            raise TypeError(
+                f"the optimizer wants more than a step has ({error}): jaxpar passes gradients, state, parameters, "
+                f"value (the mean loss) and grad; a line search, which calls the loss again, cannot run"
+            ) from error
+
+    def _finite(self, tree: Any) -> jax.Array:
+        """Whether every element of the updated shards is finite: an optimizer can divide by zero too."""
+
+        def bad(leaves: list[Any]) -> jax.Array:
+            count = sum(jnp.any(~jnp.isfinite(x)).astype(jnp.int32) for x in leaves)
+            axes = self.mesh.jax_mesh.axis_names
+            return lax.psum(varying(jnp.asarray(count), axes), axes)
+
+        # One sum of a number over all devices, where the partitioner would make one a leaf.
+        leaves = self.treedef.flatten_up_to(tree)
+        specs = [self.mesh.spec(p.shard) for p in self.placements]
+        count = jax.shard_map(
+            bad, mesh=self.mesh.jax_mesh, in_specs=(specs,), out_specs=PartitionSpec()
+        )(leaves)
+        return count == 0
 
     def evaluate(self, params: Any, batch: Any) -> Any:
         """name -> (sum, weight) over all rows, "loss" among them; the loss gets no random key."""

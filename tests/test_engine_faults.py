@@ -13,6 +13,7 @@ import pytest
 
 import jaxpar
 from jaxpar.axes import parse_mesh
+from jaxpar.plan import hlo
 from jaxpar.rules import LayoutError
 
 ENTRIES = [
@@ -148,3 +149,229 @@ def test_a_global_sum_of_bfloat16_has_a_gradient():
         assert norm > 0
     scale = np.abs(got["float32"]).max()
     assert np.abs(got["bf16"] - got["float32"]).max() < 3e-2 * scale
+
+
+# ---- padding -----------------------------------------------------------------------------------
+
+AVERAGING = {
+    "sgd": lambda: optax.sgd(1e-2),
+    "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(1e-1)),
+    "muon": lambda: optax.contrib.muon(1e-1),
+    "centralize": lambda: optax.chain(optax.centralize(), optax.sgd(1e-2)),
+    "param_block_rms": lambda: optax.chain(optax.scale_by_param_block_rms(), optax.sgd(1e-2)),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "eps 0": lambda: optax.adam(1e-2, eps=0.0),
+}
+bent = functools.partial(loss, bend=jax.nn.sigmoid)
+
+
+@functools.cache
+def plain_optax(name: str) -> tuple[Any, list[tuple[float, float]]]:
+    """Three updates of the unpadded model on one device, by optax alone."""
+    optimizer = AVERAGING[name]()
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), initialiser(15)(jax.random.key(0)))
+    state, seen = optimizer.init(params), []
+    for _ in range(3):
+        value, grads = jax.value_and_grad(
+            lambda p: bent(p, batch_of(), None)[0] / batch_of()["w"].sum()
+        )(params)
+        seen.append((float(value), float(optax.global_norm(grads))))
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return jax.tree.map(np.asarray, params), seen
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("name", "mesh", "zero"),
+    [(n, m, z) for i, n in enumerate(AVERAGING) for m, z in (("4x2", i % 4), ("2x4", 3 - i % 4))],
+)
+def test_padding_changes_no_number(name, mesh, zero):
+    """Hidden 15 is stored as 16; sigmoid(0) is not 0, and the optimizers take means over a leaf."""
+    par = parallel(
+        mesh, bent, initialiser(15), rules=rules(pad=("hidden",)), optimizer=AVERAGING[name](),
+        zero=zero, precision="float64",
+    )  # fmt: skip
+    start = jax.tree.map(np.asarray, initialiser(15)(jax.random.key(0)))
+    state = par.load(start)
+    expected, seen = plain_optax(name)
+    for mean, norm in seen:
+        state, metrics = par.step(state, batch_of())
+        assert np.isclose(metrics["loss"], mean, rtol=1e-9)
+        assert np.isclose(metrics["grad_norm"], norm, rtol=1e-9)
+        assert metrics["skipped"] == 0
+    assert state.params["up"].shape == (8, 16)
+    assert not np.asarray(state.params["up"])[:, 15].any(), "the padding stays zero"
+    for path, x in par.unpad(state).params.items():
+        assert np.allclose(x, expected[path], rtol=1e-8, atol=1e-10), path
+
+
+def test_padding_of_a_manual_model_axis_gets_no_gradient():
+    """Each device of `model` knows which of its rows are padding, under ZeRO's split of the same dimension too."""
+
+    def embed(params, batch, rng):
+        return params["table"]
+
+    def head(params, x, batch):
+        places = jax.lax.axis_index("model") * 8 + jnp.arange(x.shape[0])
+        total = jax.lax.psum(jnp.sum((x + places[:, None]) ** 2) + x.sum(), "model")
+        return total, batch["id"].shape[0], {}
+
+    staged = jaxpar.Staged(
+        embed=embed, block=lambda p, x, b, r: x + p["s"], head=head, model_axis="manual"
+    )
+    par = parallel(
+        "2x2",
+        staged,
+        lambda rng: {"table": jnp.ones((13, 3)), "blocks": {"s": jnp.zeros((1, 3))}},
+        rules=jaxpar.Rules(
+            [("table", ("vocab", "out")), ("blocks/s", ("layers", "out"))],
+            axes={"vocab": "model", "out": None, "layers": None},
+            pad=("vocab",),
+        ),
+        zero=2,
+        optimizer=optax.sgd(1.0),
+    )
+    assert par.layout.params["table"].stored == (14, 3)
+    state, _ = par.step(par.init(0), {"id": np.arange(4, dtype=np.int32)})
+    table = np.asarray(state.params["table"])
+    assert not table[13:].any()
+    assert (table[:13] != 1).all()
+
+
+@pytest.mark.core
+def test_taking_the_padding_off_for_the_optimizer_sends_nothing():
+    """A part of the true array is as large as a part of the stored one."""
+    text = {}
+    for hidden, pad in ((15, ("hidden",)), (16, ())):
+        par = parallel(
+            init=initialiser(hidden), rules=rules(pad=pad), optimizer=optax.adam(1e-2), zero=1
+        )
+        compiled = par.lower(batch_of()).compile().as_text()
+        found = hlo.collectives(compiled, par.mesh.jax_mesh)
+        text[hidden] = sorted((c.kind, c.axes, c.payload) for c in found)
+    assert text[15] == text[16]
+
+
+# ---- what is not finite ------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0, 0.0, "1", True])
+def test_a_clip_norm_that_cannot_be_is_refused(value):
+    with pytest.raises(ValueError, match=r"clip_norm .*above 0, or None"):
+        parallel(clip_norm=value)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("zero", [0, 3])
+def test_an_update_that_is_not_finite_is_skipped(zero):
+    """0/0: the second moment of a leaf without gradient, and an eps of 0."""
+    frozen = functools.partial(_without, "gain")
+    par = parallel(function=frozen, optimizer=optax.adam(1e-2, eps=0.0), zero=zero)
+    state = par.init(0)
+    kept = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    state, metrics = par.step(state, batch_of())
+    assert (int(metrics["skipped"]), int(state.skipped), int(state.step)) == (1, 1, 1)
+    now = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    assert jax.tree.all(jax.tree.map(np.array_equal, kept, now))
+
+
+def _without(name: str, params: Any, batch: Any, rng: Any) -> Any:
+    return loss({**params, name: 1.0}, batch, rng)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("weight", [1e-24, 1e19])
+def test_the_size_of_weights_does_not_matter(weight):
+    """Squares of the summed gradient leave float32 long before the mean does."""
+    found = {}
+    for scale in (1.0, weight):
+        batch = batch_of() | {"w": batch_of()["w"] * scale}
+        par = parallel(clip_norm=1.0)
+        state, metrics = par.step(par.init(0), batch)
+        found[scale] = [float(metrics[n]) for n in ("loss", "grad_norm")]
+        found[scale] += np.asarray(state.params["up"]).ravel().tolist()
+        assert metrics["skipped"] == 0
+    assert np.allclose(found[weight], found[1.0], rtol=1e-5)
+
+
+# ---- states and keys ---------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_parameters_of_other_shapes_and_names_are_not_loaded():
+    par = parallel()
+    good = initialiser()(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"up has shape \(8, 32\) and the layout \(8, 16\)"):
+        par.load(initialiser(32)(jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"gain \(\) is missing\n  gane \(\) is not known"):
+        par.load({("gane" if k == "gain" else k): v for k, v in good.items()})
+    padded = parallel(init=initialiser(15), rules=rules(pad=("hidden",)))
+    with pytest.raises(ValueError, match=r"\(8, 13\) and the layout \(8, 15\)"):
+        padded.load(initialiser(13)(jax.random.key(0)))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_state_that_was_donated_is_refused(zero):
+    """The process died: the program wrote into memory that was another array's."""
+    par = parallel(zero=zero)
+    state = par.init(0)
+    par.step(state, batch_of())
+    with pytest.raises(
+        ValueError, match=r"given to step before .* keep the one that step returned"
+    ):
+        par.step(state, batch_of())
+
+
+@pytest.mark.core
+def test_a_state_of_another_stage_mesh_or_optimizer_is_refused_with_a_way():
+    one, three = parallel(zero=1), parallel(zero=3)
+    for other in (one, parallel("2x4")):
+        state = other.init(0)
+        with pytest.raises(ValueError, match=r"lies as .*new.pad\(old.unpad\(state\)\)"):
+            three.step(state, batch_of())
+        moved, metrics = three.step(three.pad(other.unpad(state)), batch_of())
+        assert np.isfinite(metrics["loss"])
+    with pytest.raises(ValueError, match="another optimizer"):
+        parallel(optimizer=optax.adam(1e-2)).step(moved, batch_of())
+    with pytest.raises(ValueError, match="is a dict; step takes"):
+        three.step(moved.params | {}, batch_of())
+
+
+def test_a_random_key_in_the_optimizers_state():
+    """optax's own noise; the same on every mesh."""
+    ends = []
+    for mesh, zero in (("1x1", 0), ("4x2", 1)):
+        noise = optax.add_noise(0.1, 0.5, jax.random.key(0))
+        par = parallel(mesh, optimizer=optax.chain(noise, optax.sgd(1e-2)), zero=zero)
+        state = par.init(0)
+        for _ in range(2):
+            state, _ = par.step(state, batch_of())
+        ends.append(np.asarray(state.params["up"]))
+    assert np.allclose(*ends, rtol=1e-4, atol=1e-5)
+
+
+# ---- optimizers that ask for more than gradients -----------------------------------------------
+
+
+def test_optimizers_get_the_loss_as_value():
+    plateau = optax.contrib.reduce_on_plateau(patience=1, factor=0.5, rtol=1.0)
+    par = parallel(optimizer=optax.chain(optax.sgd(1e-2), plateau))
+    state = par.init(0)
+    for _ in range(4):
+        state, metrics = par.step(state, batch_of())
+    assert np.isfinite(metrics["loss"])
+    found = [
+        s
+        for s in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "best_value"))
+        if hasattr(s, "best_value")
+    ]
+    assert found[0].scale < 1
+
+
+def test_a_line_search_is_refused():
+    par = parallel(optimizer=optax.lbfgs())
+    with pytest.raises(TypeError, match=r"value_fn.*line search"):
+        par.step(par.init(0), batch_of())

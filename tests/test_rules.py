@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from jaxpar.axes import AXES, BATCH_AXES
 from jaxpar.rules import LayoutError, Leaf, Rule, Rules, paths_of, sizes_of
 
-
 SPLIT = tuple(a for a in AXES if a not in BATCH_AXES)
 """Axes that may split a parameter."""
 

@@ -27,8 +27,9 @@ from jaxpar import fingerprint
 from jaxpar.checkpoint import arrays, files
 from jaxpar.checkpoint.arrays import Stored
 from jaxpar.checkpoint.files import CheckpointError, Damaged
+from jaxpar.padding import padded
 from jaxpar.staged import BLOCKS
-from jaxpar.state import padded, reshaped
+from jaxpar.state import reshaped
 
 if TYPE_CHECKING:
     from jaxpar.parallel import Parallel

@@ -44,7 +44,20 @@ def make(
 
     Returns:
         (staged, init_fn, rules); ``init_fn(rng)`` gives float32 parameters.
+
+    Raises:
+        ValueError: heads that the key and value heads do not divide, or an odd head_dim under rotary positions. A mesh
+            or a sequence that does not fit is one too, when a step is traced.
     """
+    if config.heads % config.kv_heads:
+        fits = [k for k in range(1, config.heads + 1) if config.heads % k == 0]
+        raise ValueError(
+            f"heads {config.heads} does not divide by kv_heads {config.kv_heads}; kv_heads of {fits} would"
+        )
+    if config.style == "llama" and config.head_dim % 2:
+        raise ValueError(
+            f"head_dim {config.head_dim} is odd; rotary positions pair its halves, so it must be even"
+        )
     graph = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
     run = functools.partial(_block, config, graph, sequence_parallel, attention_chunks)
     staged = Staged(
@@ -128,12 +141,34 @@ def embed(
 ) -> Float[Array, "batch part embed"]:
     """The first activations: rows of the table, and of the learned positions (gpt2), this part of the sequence."""
     axis = TensorAxis.here(sequence=sequence)
+    _check_fit(config, axis, batch)
     x = vocab_embedding(params["embed"]["tokens"], batch["tokens"], axis)
     places = axis.sequence_part(_positions(batch), 1)
     if config.style == "gpt2":
         x = x + params["embed"]["positions"][places]
     local = axis.sequence_part(jnp.arange(batch["tokens"].shape[1]), 0)
     return dropout(x, config.dropout, rng, batch["row_id"], local)
+
+
+def _check_fit(config: ModelConfig, axis: TensorAxis, batch: dict[str, Array]) -> None:
+    """Refuse a mesh or a sequence for which a device's part would have another shape than its code expects."""
+    kv, parts, seq = config.kv_heads, axis.size, batch["tokens"].shape[1]
+    if kv % parts and parts % kv:
+        fits = [
+            k
+            for k in range(1, config.heads + 1)
+            if config.heads % k == 0 and (k % parts == 0 or parts % k == 0)
+        ]
+        raise ValueError(
+            f"kv_heads {kv} and model={parts}: one must divide the other; kv_heads of {fits} would"
+        )
+    if axis.sequence and seq % parts:
+        raise ValueError(
+            f"sequence {seq} does not divide by model={parts}; {seq // parts * parts or parts} would, or "
+            f"sequence_parallel=False"
+        )
+    if config.style == "gpt2" and "positions" not in batch and seq > config.positions:
+        raise ValueError(f"sequence {seq} is longer than the {config.positions} learned positions")
 
 
 def _block(
