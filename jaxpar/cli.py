@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from jaxpar.config import ConfigError, nearest
+from jaxpar.config import ConfigError, check_environment, nearest
 
 USAGE_ERROR = 2
 
@@ -25,9 +26,10 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The flags of a command line.
 
-        Exits 2, with one line on stderr, on an unknown flag or a wrong value.
+        Exits 2, with one line on stderr, on an unknown flag, a wrong value or an environment that XLA would abort on.
         """
         try:
+            check_environment(os.environ)
             for arg in argv:
                 if arg == "--":
                     break

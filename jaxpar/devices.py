@@ -27,14 +27,25 @@ def simulate(mesh: str, devices: int | None) -> None:
     that are visible.
 
     Raises:
-        MeshError: a bad mesh, or one that does not fit `devices`.
+        MeshError: a bad mesh, or one that does not fit `devices` or the one CPU that JAX is told to take.
     """
     sizes = parse_mesh(mesh, devices, keep_open=True)
+    flags = os.environ.get("XLA_FLAGS", "").split()
     if -1 in sizes.values():
+        simulated = any(f.startswith(_FLAG) for f in flags) or "JAX_NUM_CPU_DEVICES" in os.environ
+        if os.environ.get("JAX_PLATFORMS") == "cpu" and not simulated:
+            _fit_one_cpu(mesh)
         return
     count = math.prod(sizes.values())
-    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_FLAG)]
+    flags = [f for f in flags if not f.startswith(_FLAG)]
     os.environ["XLA_FLAGS"] = " ".join([*flags, f"{_FLAG}={count}"])
+
+
+def _fit_one_cpu(mesh: str) -> None:
+    try:
+        parse_mesh(mesh, 1)
+    except MeshError as error:
+        raise MeshError(f"{error}; or simulate some on this CPU with --devices N") from None
 
 
 def announce(devices: int | None) -> str:

@@ -52,6 +52,17 @@ def test_an_open_mesh_takes_what_is_visible(monkeypatch, mesh) -> None:
 
 
 @pytest.mark.core
+def test_an_open_mesh_on_one_cpu_is_refused_before_jax_is_asked(monkeypatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("XLA_FLAGS")
+    simulate("-1", None)
+    with pytest.raises(MeshError, match="1 device that is visible; 1x1 fits; or simulate some"):
+        simulate("-1x2", None)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
+    simulate("-1x2", None)
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("mesh", ["2-1", "-1x-1", "-1,2"])
 def test_a_mesh_that_is_none_simulates_nothing(monkeypatch, mesh) -> None:
     monkeypatch.setenv("XLA_FLAGS", "")
@@ -96,13 +107,15 @@ def test_a_topology_on_a_platform_that_is_not_here_is_refused_too() -> None:
     done = layout("--topology", "v5p:2x2x1", environ={}, platforms="foo")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "needs 8 devices and topology v5p:2x2x1 has 4" in done.stderr
-    done = layout("--topology", "v5p:2x2x1", "--mesh", "2x2", environ={}, platforms="foo")
+    # Other processes may be using the compiler.
+    several = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    done = layout("--topology", "v5p:2x2x1", "--mesh", "2x2", environ=several, platforms="foo")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "Unable to initialize backend 'foo'" in done.stderr
 
 
 def test_a_refusal_stands_alone() -> None:
     """What is simulated is said when a run starts, not before an error."""
-    done = layout("--mesh", "4x-1", environ={})
+    done = layout("--mesh", "4x-1", environ={"XLA_FLAGS": f"{FLAG}=6"})
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "4 does not divide the 1 device that is visible; 1x1 fits" in done.stderr
+    assert "4 does not divide the 6 devices that are visible; 3x2, 6x1, " in done.stderr

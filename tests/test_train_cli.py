@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import io
 import json
 import os
@@ -218,9 +219,7 @@ def test_a_token_outside_the_vocabulary_is_refused_by_name_before_anything_is_co
     assert not (tmp_path / "run").exists()
 
 
-def test_a_signal_among_the_steps_saves_and_the_same_command_goes_on(
-    tmp_path, text, number
-) -> None:
+def test_a_signal_among_the_steps_saves_and_the_same_command_goes_on(tmp_path, text) -> None:
     """Case C9."""
     flags = [*FLAGS, "--source", str(text), "--run-dir", str(tmp_path / "run"), "--steps", "40"]
     process = subprocess.Popen(
@@ -312,3 +311,15 @@ def test_bench_refuses_in_one_line(args, words) -> None:
     done = command(*args, module="bench")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("module", ["eval", "sample", "checkpoint"])
+def test_other_commands_refuse_what_xla_would_abort_on_too(module, monkeypatch, capsys) -> None:
+    """Case F4."""
+    main = importlib.import_module(f"jaxpar.{module}.__main__").main
+    monkeypatch.setenv("XLA_FLAGS", "--xla_bogus_flag=1")
+    with pytest.raises(SystemExit) as caught:
+        main(["list", "nowhere"] if module == "checkpoint" else ["nowhere"])
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
+    assert "XLA_FLAGS holds --xla_bogus_flag=1, which XLA does not know" in err

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jaxpar.train.job import prepare
 
         say = print if not args.json else lambda line: None
-        say(announce(config.devices))
+        devices = announce(config.devices)
         folder, step = checkpoint.locate(args.run)
         job = prepare(config, say)
         store = checkpoint.Checkpoints(folder, say=say)
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         restored = store.restore(job.par, step=step, weights_only=True)
     except ValueError as error:
         refuse(error, 1 if isinstance(error, Damaged) else 2)
+    say(devices)
     for note in restored.notes:
         say(note)
     means = evaluate(job.par, restored.state, job.dataset.heldout, args.batches)
