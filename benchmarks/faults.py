@@ -139,7 +139,15 @@ class Lab:
 
     def fingerprints(self, run: pathlib.Path) -> dict[str, str]:
         """Checksums of every leaf of the last checkpoint, once its files have been found to agree with them."""
-        command = [sys.executable, "-m", "jaxpar.checkpoint", "verify", str(run), "--step", str(STEPS)]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxpar.checkpoint",
+            "verify",
+            str(run),
+            "--step",
+            str(STEPS),
+        ]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         subprocess.run(command, cwd=self.home, env=env, capture_output=True, check=True)
         return read_meta(run / "checkpoints" / str(STEPS))["fingerprints"]

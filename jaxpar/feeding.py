@@ -12,7 +12,7 @@ Where an axis that does not split rows spans the processes (mesh 1x8), all of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,9 +32,8 @@ def own_rows(mesh: Mesh, count: int) -> Int[np.ndarray, " rows"]:
     if count % parts:
         raise ValueError(f"batch {count} does not divide over the {parts} parts of the batch axes")
     held = _sharding(mesh).addressable_devices_indices_map((count,)).values()
-    ranges = {
-        s.indices(count) for (s,) in held if s is not None
-    }  # devices of one row part share it
+    # Devices along other axes hold the same rows.
+    ranges = {index[0].indices(count) for index in held if index is not None}
     return np.unique(np.concatenate([np.arange(*r) for r in sorted(ranges)]))
 
 
