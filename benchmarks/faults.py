@@ -21,6 +21,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -429,14 +430,16 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|",
     ]
     if args.out:
+        ends = [row.split(" | ")[3] for row in table]
+        counts = ", ".join(f"{ends.count(end)} {end}" for end in sorted(set(ends), reverse=True))
         intro = f"# Faults and what became of them\n\n`python benchmarks/faults.py --seed {args.seed} --out {args.out}`\n\n"
         doc = "\n".join(line.strip() for line in (__doc__ or "").splitlines()[4:]).strip()
-        args.out.write_text(intro + doc + "\n\n" + "\n".join(head + table) + "\n")
+        summary = f"{len(table)} faults: {counts}.\n\n"
+        args.out.write_text(intro + doc + "\n\n" + summary + "\n".join(head + table) + "\n")
 
 
 def _short(text: str) -> str:
-    for path in (tempfile.gettempdir(), str(ROOT)):
-        text = text.replace(path, "")
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/\w+/", "", text).replace(str(ROOT), "")
     return text.replace("|", "/")[:160]
 
 
