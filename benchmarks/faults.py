@@ -440,7 +440,8 @@ def main() -> None:
 
 def _short(text: str) -> str:
     text = re.sub(rf"{re.escape(tempfile.gettempdir())}/\w+/", "", text).replace(str(ROOT), "")
-    return text.replace("|", "/")[:160]
+    text = text.replace("|", "/")
+    return text if len(text) <= 160 else text[:160].rsplit(" ", 1)[0] + " ..."
 
 
 if __name__ == "__main__":
