@@ -317,7 +317,7 @@ class Program:
         """Whether every element of the updated shards is finite: an optimizer can divide by zero too."""
 
         def bad(leaves: list[Any]) -> jax.Array:
-            count = sum(jnp.any(~jnp.isfinite(x)).astype(jnp.int32) for x in leaves)
+            count = sum(jnp.any(~jnp.isfinite(x)).astype(jnp.float32) for x in leaves)
             axes = self.mesh.jax_mesh.axis_names
             return lax.psum(varying(jnp.asarray(count), axes), axes)
 
