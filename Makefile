@@ -13,13 +13,37 @@ VENV_NEWER := .venv-newer
 
 .PHONY: train test core bench lint clean
 
-train: $(VENV)/ready
+train: $(VENV)/base
 	$(VENV)/bin/python -m jaxpar.train --config configs/toy.yaml --mesh 4x2 $(ARGS)
 
 test: lint
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 core: $(VENV_NEWER)/ready
+	$(VENV_NEWER)/bin/python -m pytest -m core $(ARGS)
+
+bench: $(VENV)/ready
+	$(VENV)/bin/python benchmarks/llama8b_tpu.py
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/codespell
+	$(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/basedpyright --pythonpath $(VENV)/bin/python
+
+# What the main job needs, and on top of it what the tests need.
+$(VENV)/base: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11 or newer on the path; none was found"; exit 1; }
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/ready: $(VENV)/base
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+$(VENV_NEWER)/ready
 	$(VENV_NEWER)/bin/python -m pytest -m core $(ARGS)
 
 bench: $(VENV)/ready

@@ -451,8 +451,11 @@ def test_no_complete_checkpoint_is_one_line(run, cli, tmp_path) -> None:
     assert "no complete checkpoint" in err.splitlines()[-1]
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     code, _, err = cli(tmp_path)
-    assert code == 2
-    assert "checkpoint" in err.splitlines()[-1]
+    assert code == 1  # there, and damaged: an empty folder
+    assert "checkpoint 4 is damaged" in err.splitlines()[-1]
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["4"], (
+        "a reader renames nothing"
+    )
 
 
 def test_of_a_run_with_masters_the_weights_alone_are_read(tmp_path) -> None:

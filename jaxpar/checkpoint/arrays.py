@@ -164,6 +164,7 @@ def reason(error: BaseException) -> str:
     code = re.search(r"\[os_error_code='(\d+)'\]", line)
     if code:
         return os.strerror(int(code[1]))
+    line = line.partition(" See full TensorStore details")[0]
     return line if len(line) <= 400 else f"{line[:200]} ... {line[-200:]}"
 
 

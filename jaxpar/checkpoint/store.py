@@ -245,6 +245,7 @@ class Checkpoints:
         reset_optimizer: bool = False,
         weights_only: bool = False,
         rng: Any = 0,
+        set_aside: bool = True,
     ) -> restoring.Restored:
         """The state of a checkpoint in the stored shapes and shardings of `par`, verified.
 
@@ -255,6 +256,7 @@ class Checkpoints:
             reset_optimizer: the optimizer state is as `par` makes it; all else is restored.
             weights_only: parameters and masters are restored, all else is as in ``par.init(rng)``.
             rng: key or seed; only for `weights_only`.
+            set_aside: whether a damaged checkpoint is renamed; for the folder's one writer, not for those who only read.
 
         Raises:
             CheckpointError: none is there, all are damaged, or the one to be taken does not fit `par`: that one is
@@ -281,13 +283,15 @@ class Checkpoints:
                 if step is not None:
                     raise
                 damage.append(f"checkpoint {candidate} is damaged: {error}")
-                self._set_damaged_aside(candidate, damage)
+                if set_aside:
+                    self._set_damaged_aside(candidate, damage)
                 continue
             notes = [f"{line}; going back to {candidate}" for line in damage]
             restored.notes[:0] = notes
             return restored
-        lines = "".join(f"\n  {line}" for line in [*damage, *self.incomplete()])
-        raise CheckpointError(f"no complete checkpoint under {self.folder}{lines}")
+        kind = Damaged if damage else CheckpointError
+        lines = "; ".join([*damage, *self.incomplete()])
+        raise kind(f"no complete checkpoint under {self.folder}{': ' * bool(lines)}{lines}")
 
     def _set_damaged_aside(self, step: int, damage: list[str]) -> None:
         if jax.process_index() != 0:

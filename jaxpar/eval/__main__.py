@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = prepare(config, say)
         store = checkpoint.Checkpoints(folder, say=say)
         step = step if args.step is None else args.step
-        restored = store.restore(job.par, step=step, weights_only=True)
+        restored = store.restore(job.par, step=step, weights_only=True, set_aside=False)
     except ValueError as error:
         refuse(error, 1 if isinstance(error, Damaged) else 2)
     say(devices)

@@ -26,3 +26,7 @@ __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 __getattr__ = attributes(__name__, _HOME)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

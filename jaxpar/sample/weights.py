@@ -35,7 +35,7 @@ def load(
     par = parallelize(staged, init, optax.identity(), mesh=mesh, rules=rules, precision=kind)
     store = checkpoint.Checkpoints(folder, say=say)
     # Where the run has masters, the weights are made from them; every cast is in the notes.
-    restored = store.restore(par, step=step, weights_only=True, allow_cast=True)
+    restored = store.restore(par, step=step, weights_only=True, allow_cast=True, set_aside=False)
     for note in restored.notes:
         say(note)
     return restored.state.params, restored.step

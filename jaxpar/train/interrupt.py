@@ -46,7 +46,7 @@ class Interrupts:
         self._unsaved = False
         self._lock = threading.Lock()
         self._count = 0
-        self._saved = "no step was taken"
+        self._saved = "no new step was taken"
 
     def __enter__(self) -> Interrupts:
         self._read, self._write = socket.socketpair()

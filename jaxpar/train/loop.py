@@ -85,6 +85,7 @@ def train(job: Job, folder: RunFolder, reporter: Reporter, interrupts: Interrupt
         write_config(folder, config, position.step)
         (folder.path / "layout.json").write_text(job.par.layout.to_json() + "\n")
         with interrupts.during("compiling"):
+            reporter.say("compiling the step and the evaluation")
             # All at once and first: nothing that a signal could lose exists yet.
             job.par.compile(job.dataset.train.batch(0))
             job.par.compile_evaluation(job.dataset.heldout.batch(0))
@@ -290,9 +291,10 @@ class Run:
         with self.interrupts.during("saving"):
             self.store.wait()
         self.interrupts.holds_saved(f"checkpoint {position.step} is complete")
+        how = "the same command" if self.config.run_dir else f"--run-dir {self.folder.path}"
         raise Interrupted(
-            f"{self.interrupts.requested}: stopped after {position.step} of {self.config.steps} steps and saved; the same "
-            f"command goes on from there"
+            f"{self.interrupts.requested}: stopped after {position.step} of {self.config.steps} steps and saved in "
+            f"{self.folder.path}; {how} goes on from there"
         )
 
     def _batches(self, first: int, end: int) -> Iterator[tuple[int, Any, dict[str, Any]]]:
@@ -315,7 +317,12 @@ def first_state(job: Job, say: Callable[[str], None] = print) -> TrainState:
         return job.par.init(config.seed)
     folder, step = checkpoint.locate(config.init_from)
     restored = checkpoint.Checkpoints(folder).restore(
-        job.par, step=step, weights_only=True, allow_cast=config.allow_cast, rng=config.seed
+        job.par,
+        step=step,
+        weights_only=True,
+        allow_cast=config.allow_cast,
+        rng=config.seed,
+        set_aside=False,
     )
     for line in (*restored.notes, f"weights of step {restored.step} in {folder}"):
         say(line)
