@@ -43,25 +43,6 @@ $(VENV)/ready: $(VENV)/base
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-$(VENV_NEWER)/ready
-	$(VENV_NEWER)/bin/python -m pytest -m core $(ARGS)
-
-bench: $(VENV)/ready
-	$(VENV)/bin/python benchmarks/llama8b_tpu.py
-
-lint: $(VENV)/ready
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/codespell
-	$(VENV)/bin/lint-imports --no-logo
-	$(VENV)/bin/basedpyright --pythonpath $(VENV)/bin/python
-
-$(VENV)/ready: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11 or newer on the path; none was found"; exit 1; }
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
-	touch $@
-
 $(VENV_NEWER)/ready: pyproject.toml
 	@test -n "$(NEWER)" || { echo "make core needs Python 3.12 or newer; say where with NEWER=..."; exit 1; }
 	test -x $(VENV_NEWER)/bin/python || $(NEWER) -m venv $(VENV_NEWER)
