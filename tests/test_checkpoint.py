@@ -177,9 +177,17 @@ def test_64_bits_come_back_where_jax_has_none(store) -> None:
 @pytest.mark.core
 def test_differences_are_listed_by_path(store) -> None:
     """Case C2: dtypes are compared, not cast."""
-    there = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32), "c": np.zeros(1)}
+    there = {
+        "a": np.zeros((2, 3), np.float32),
+        "b": np.zeros(4, np.float32),
+        "c": np.zeros(1, np.float32),
+    }
     store.save(0, {"params": there}, {})
-    here = {"a": np.zeros((2, 4), np.float32), "b": np.zeros(4, np.int32), "d": np.zeros(1)}
+    here = {
+        "a": np.zeros((2, 4), np.float32),
+        "b": np.zeros(4, np.int32),
+        "d": np.zeros(1, np.float32),
+    }
     with pytest.raises(CheckpointError) as error:
         store.restore(plain({"params": here}))
     text = str(error.value)

@@ -240,7 +240,7 @@ def test_padding_of_a_manual_model_axis_gets_no_gradient():
 
 
 @pytest.mark.core
-def test_taking_the_padding_off_for_the_optimizer_sends_nothing():
+def test_taking_the_padding_off_for_the_optimizer_sends_nothing(x64):
     """A part of the true array is as large as a part of the stored one."""
     text = {}
     for hidden, pad in ((15, ("hidden",)), (16, ())):
