@@ -22,8 +22,8 @@ test: lint
 core: $(VENV_NEWER)/ready
 	$(VENV_NEWER)/bin/python -m pytest -m core $(ARGS)
 
-bench: $(VENV)/ready
-	$(VENV)/bin/python benchmarks/llama8b_tpu.py
+bench: $(VENV_NEWER)/ready
+	$(VENV_NEWER)/bin/python benchmarks/llama8b_tpu.py
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff format --check .
