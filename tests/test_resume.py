@@ -183,6 +183,16 @@ def test_changed_data_are_refused(tmp_path, corpus) -> None:
         start(tmp_path / "run", *flags)
 
 
+def test_the_rate_that_is_logged_after_a_new_optimizer_is_the_one_applied(tmp_path, corpus) -> None:
+    """Case O9: a fresh optimizer counts from 0, and so does the schedule."""
+    flags = [*corpus, "--mesh", "8x1", "--microbatches", "1"]
+    start(tmp_path / "run", *flags, "--stop-after", "3")
+    start(tmp_path / "run", *flags, "--stop-after", "5", "--reset-optimizer")
+    start(tmp_path / "run", *flags, "--stop-after", "6")
+    rates = [r["learning_rate"] for r in rows_of(tmp_path / "run")]
+    assert rates[3:] == rates[:3]
+
+
 def test_weights_of_another_run(straight, tmp_path) -> None:
     reference, flags = straight
     _, said = start(tmp_path / "run", *flags, "--init-from", str(reference), "--stop-after", "1")

@@ -48,11 +48,13 @@ class Position:
         step: index of its next batch.
         skipped: batches so far that changed nothing: not finite, or left out.
         left_out: batches that it goes round, and how often it went back.
+        reset_at: updates that had been applied when the optimizer was last made anew, whose count began at 0 again.
     """
 
     step: int
     skipped: list[int]
     left_out: LeftOut
+    reset_at: int = 0
 
 
 def train(job: Job, folder: RunFolder, reporter: Reporter, interrupts: Interrupts) -> Result:
@@ -172,7 +174,7 @@ class Run:
                     record=record,
                     pauses=pauses,
                     pause=pause,
-                    applied=first - len(position.skipped),
+                    applied=first - len(position.skipped) - position.reset_at,
                     stop=lambda: self.interrupts.requested is not None,
                 )
             position.step = first if done is None else done
@@ -210,11 +212,12 @@ class Run:
             if earlier:
                 restored = self.store.restore(self.par, step=target)
                 state, skipped = restored.state, list(restored.meta["skipped"])
+                reset_at = restored.meta.get("reset_at", 0)
             else:
-                state, skipped = first_state(self.job), []
+                state, skipped, reset_at = first_state(self.job), [], 0
         self.writer.drop(target)
         self.evaluated = {s: loss for s, loss in self.evaluated.items() if s <= target}
-        return state, Position(step=target, skipped=skipped, left_out=left_out)
+        return state, Position(step=target, skipped=skipped, left_out=left_out, reset_at=reset_at)
 
     def finish(self, state: TrainState) -> Result:
         """The results of a run whose last step is taken."""
@@ -276,6 +279,7 @@ class Run:
             "layout": json.loads(self.par.layout.to_json()),
             "data": {**self.job.dataset.fingerprint, "position": position.step},
             "skipped": sorted(position.skipped),
+            "reset_at": position.reset_at,
             "left_out": {**dataclasses.asdict(left_out), "steps": list(left_out.steps)},
         }
         with self.interrupts.during("saving"):
@@ -369,7 +373,13 @@ def _begin(
     say(f"going on from checkpoint {restored.step} of {config.steps} in {folder.path}")
     kept = meta["left_out"]
     left_out = LeftOut(tuple(kept["steps"]), kept["rollbacks"], kept["target"])
-    position = Position(step=restored.step, skipped=list(meta["skipped"]), left_out=left_out)
+    applied = restored.step - len(meta["skipped"])
+    position = Position(
+        step=restored.step,
+        skipped=list(meta["skipped"]),
+        left_out=left_out,
+        reset_at=applied if config.reset_optimizer else meta.get("reset_at", 0),
+    )
     return restored.state, position
 
 
