@@ -10,6 +10,9 @@ synchronous save; one asynchronous save with steps until it is complete. Then
 
 is all that the save cost the loop: the call itself and the steps that it slowed down. `call` is the call alone. Prints a
 row of a Markdown table: medians over the rounds, and delay and call as shares of the synchronous save.
+
+On a machine that trains on its own cores, the threads that write take cores from the step. ``--elsewhere SECONDS`` stands
+for an accelerator: the step is so many seconds of waiting in place of the work, and the cores are free meanwhile.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from typing import Any
 
 
 def main() -> None:
@@ -28,6 +32,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=200, help="of the state")
     parser.add_argument("--devices", type=int, default=8, help="CPU devices to simulate")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--elsewhere", type=float, help="a step waits so many seconds, not works")
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
     args = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
@@ -59,8 +64,21 @@ def main() -> None:
         new = {name: x * 0.999 + 0.001 * jnp.tanh(x @ square) for name, x in state.items()}
         return new, jnp.mean(new["w0"])
 
+    def wait(value: Any) -> Any:
+        time.sleep(args.elsewhere)
+        return value
+
+    def elsewhere(
+        state: dict[str, jax.Array], square: jax.Array
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        mean = jnp.mean(state["w0"])
+        mean = jax.pure_callback(wait, jax.ShapeDtypeStruct((), mean.dtype), mean)
+        return {**state, "w0": state["w0"] + 1e-9 * mean}, mean
+
     run = jax.jit(
-        step, donate_argnums=0, out_shardings=(split, NamedSharding(mesh, PartitionSpec()))
+        step if args.elsewhere is None else elsewhere,
+        donate_argnums=0,
+        out_shardings=(split, NamedSharding(mesh, PartitionSpec())),
     )
     loss = None
 

@@ -64,7 +64,8 @@ def plain(path: pathlib.Path, rows: int, seq: int, dtype: type) -> Iterator[int]
 
 def loader(rows: data.TrainBatches) -> Iterator[int]:
     """Batches of the loader; yields their tokens."""
-    for batch in data.prefetch(rows.batch, range(10**9)):
+    group = rows.together(rows.rows)
+    for batch in data.prefetch_groups(rows.batches, range(10**9), group=group):
         yield batch["tokens"].size
 
 

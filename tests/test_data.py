@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -280,8 +281,42 @@ def test_prefetch_passes_none_on() -> None:
     assert list(data.prefetch(lambda step: None, range(20))) == [None] * 20
 
 
+@given(steps=st.lists(st.integers(0, 10**12), max_size=12), group=st.integers(1, 5))
+@settings(max_examples=15, deadline=None)
+def test_prefetch_of_groups_gives_items_one_by_one(steps: list[int], group: int) -> None:
+    sizes: list[int] = []
+
+    def make(some: Sequence[int]) -> list[int]:
+        sizes.append(len(some))
+        return [-step for step in some]
+
+    items = data.prefetch_groups(make, steps, group=group)
+    assert list(items) == [-step for step in steps]
+    assert sorted(sizes, reverse=True)[:-1] == [group] * (len(sizes) - 1)
+    assert sum(sizes) == len(steps)
+
+
+def test_prefetch_of_groups_left_early_or_failing_leaves_no_thread() -> None:
+    items = data.prefetch_groups(list, range(1000), group=3)
+    assert [next(items) for _ in range(4)] == [0, 1, 2, 3]
+    items.close()
+    assert ended()
+
+    def make(some: Sequence[int]) -> list[int]:
+        if 4 in some:
+            raise data.DataError("batch 4 is bad")
+        return list(some)
+
+    items = data.prefetch_groups(make, range(1000), group=3)
+    assert [next(items) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(data.DataError, match=r"^batch 4 is bad$"):
+        next(items)
+    assert ended()
+
+
 def test_prefetch_of_nothing() -> None:
     assert list(data.prefetch(lambda step: step, [])) == []
+    assert list(data.prefetch_groups(list, [], group=4)) == []
 
 
 @pytest.mark.core

@@ -171,6 +171,27 @@ def test_batches_are_read_ahead_in_threads(texts) -> None:
     assert threading.current_thread().name not in names
 
 
+@pytest.mark.parametrize("packing", ["stream", "concatenate", "best_fit"])
+def test_several_steps_read_together_are_the_same_batches(texts, packing: str) -> None:
+    train = build(texts, packing=packing).train
+    steps = [3, 4, 7, 10**9, 0]  # over the ends of epochs and of cycles of the order
+    for rows in (None, np.array([1, 0]), slice(1, 2)):
+        for step, batch in zip(steps, train.batches(steps, rows), strict=True):
+            alone = train.batch(step, rows)
+            assert set(batch) == set(alone)
+            for name, values in alone.items():
+                np.testing.assert_array_equal(batch[name], values)
+                assert batch[name].dtype == values.dtype
+
+
+def test_large_batches_are_read_one_at_a_time(texts) -> None:
+    train = build(texts).train
+    some = [train.together(rows) for rows in (1, 10, 10**3, 10**5, 10**7)]
+    assert some == sorted(some, reverse=True)
+    assert some[0] == 16
+    assert some[-1] == 1
+
+
 def test_step_a_thousand_million_costs_what_step_zero_does(texts) -> None:
     dataset = build(texts, packing="best_fit")
     dataset.train.batch(0)

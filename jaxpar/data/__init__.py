@@ -15,7 +15,7 @@ from jaxpar.data.batches import TrainBatches
 from jaxpar.data.dataset import Dataset, build
 from jaxpar.data.errors import DataError
 from jaxpar.data.heldout import HeldOutBatches
-from jaxpar.data.iterate import prefetch
+from jaxpar.data.iterate import prefetch, prefetch_groups
 from jaxpar.data.store import TokenStore
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "TrainBatches",
     "build",
     "prefetch",
+    "prefetch_groups",
 ]

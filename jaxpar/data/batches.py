@@ -10,6 +10,12 @@ from jaxtyping import Int
 from jaxpar.data.mixture import Order
 from jaxpar.data.packing import Batch, Rows, gather
 
+TOGETHER = 2**19
+"""Tokens that are read at a time: what a call costs is little beside that, and so is the memory."""
+
+_MOST = 16
+"""Steps that are read at a time: what is made ahead of a tiny batch stays little, too."""
+
 
 class TrainBatches:
     """Training batches without end.
@@ -59,9 +65,23 @@ class TrainBatches:
             int32, a row's place in the endless order modulo 2**31; of packed rows also positions and
             segments (rows, seq) int32, see `jaxpar.data.packing`.
         """
-        places = self._places(step, rows)
+        return self.batches([step], rows)[0]
+
+    def batches(self, steps: Sequence[int], rows: slice | np.ndarray | None = None) -> list[Batch]:
+        """`batch` of each of these steps, read together; parts of the same arrays."""
+        places = np.concatenate([self._places(step, rows) for step in steps])
         source, row = self.order.at(places).T
-        return {**gather(self.sources, source, row), "row_id": (places % 2**31).astype(np.int32)}
+        read = gather(self.sources, source, row)
+        read["row_id"] = (places % 2**31).astype(np.int32)
+        count = len(places) // len(steps)
+        return [
+            {name: x[n * count : (n + 1) * count] for name, x in read.items()}
+            for n in range(len(steps))
+        ]
+
+    def together(self, rows: int) -> int:
+        """How many steps it pays to read together where `rows` rows of each are read."""
+        return min(max(1, TOGETHER // (rows * self.sources[0].seq)), _MOST)
 
     def _places(self, step: int, rows: slice | np.ndarray | None) -> Int[np.ndarray, " rows"]:
         every = np.arange(step * self.rows, (step + 1) * self.rows)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar, cast
 
 Item = TypeVar("Item")
@@ -36,6 +38,37 @@ def prefetch(
             yield cast(Item, made.item)
     finally:
         items.close()
+
+
+def prefetch_groups(
+    make: Callable[[Sequence[int]], Iterable[Item]],
+    steps: Sequence[int],
+    *,
+    group: int,
+    threads: int = 1,
+    ahead: int = 2,
+) -> Iterator[Item]:
+    """`prefetch` where items are made several at a time, and still come one by one.
+
+    Grain takes about a tenth of a millisecond to hand an element over, whatever is in it: here an
+    element is the items of `group` steps.
+
+    Args:
+        make: the items of these steps, in order.
+        steps: finite; any steps in any order.
+        group: steps an element, the last one may have fewer.
+        threads: how many elements are made at the same time; one does for what only copies memory.
+        ahead: how many are made before they are asked for.
+    """
+
+    def element(n: int) -> Iterable[Item]:
+        return make(steps[n * group : (n + 1) * group])
+
+    count = math.ceil(len(steps) / group)
+    made = prefetch(element, range(count), threads=threads, ahead=ahead)
+    with contextlib.closing(cast(Generator, made)):
+        for items in made:
+            yield from items
 
 
 @dataclasses.dataclass(slots=True)

@@ -22,7 +22,7 @@ import json
 import os
 import statistics
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -304,14 +304,16 @@ class Run:
     def _batches(self, first: int, end: int) -> Iterator[tuple[int, Any, dict[str, Any]]]:
         count = self.config.data.batch
         rows = feeding.own_rows(self.par.mesh, count)
+        train = self.job.dataset.train
 
-        def make(step: int) -> tuple[int, Any, dict[str, Any]]:
-            batch = self.job.dataset.train.batch(step, rows)
-            # What was trained on can be compared between runs without keeping it.
-            crc = zlib.crc32(np.ascontiguousarray(batch["tokens"]).data)
-            return step, feeding.put_rows(self.par.mesh, batch, count), {"data_crc": crc}
+        def make(steps: Sequence[int]) -> Iterator[tuple[int, Any, dict[str, Any]]]:
+            for step, batch in zip(steps, train.batches(steps, rows), strict=True):
+                # What was trained on can be compared between runs without keeping it.
+                crc = zlib.crc32(np.ascontiguousarray(batch["tokens"]).data)
+                yield step, feeding.put_rows(self.par.mesh, batch, count), {"data_crc": crc}
 
-        return data.prefetch(make, range(first, end))
+        group = train.together(len(rows))
+        return data.prefetch_groups(lambda steps: list(make(steps)), range(first, end), group=group)
 
 
 def first_state(job: Job, say: Callable[[str], None] = print) -> TrainState:
